@@ -100,12 +100,16 @@ def test_aborted_samples_keep_their_tokens_and_others_go_on(rollout_of):
     check_abort_of_one_sample(worker, fake.server)
 
 
-def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of, monkeypatch):
-    """No device sleeps on a CPU: have the engine believe that it may."""
-    worker, actor, fake = rollout_of()
+def let_sleep(worker, fake):
+    """Have the engine believe that it may sleep, which it does on CUDA alone."""
     worker.engine.can_sleep = True
     worker.engine.fleet.members[0].server._can_sleep = True
     fake.args.enable_sleep_mode = True
+
+
+def test_a_sleeping_engine_gets_weights_before_its_cache(rollout_of):
+    worker, actor, fake = rollout_of()
+    let_sleep(worker, fake)
     worker.take_weights()
     for _ in range(2):
         assert largest_kl(actor, draw(worker)) < 1e-5
@@ -125,10 +129,7 @@ def test_a_trainer_that_keeps_the_memory_is_asked_for_it_before_the_start_and_ea
     worker, _, fake = rollout_of(gpu_memory_utilization=0.4)
     assert shares == [0.4], "for the start"
     shares.clear()
-    worker.engine.can_sleep = True
-    server = worker.engine.fleet.members[0].server
-    server._can_sleep = True
-    fake.args.enable_sleep_mode = True
+    let_sleep(worker, fake)
     worker.take_weights()
     draw(worker)
     assert not shares
@@ -147,9 +148,7 @@ def test_a_trainer_that_keeps_the_memory_is_asked_for_it_before_the_start_and_ea
 def test_a_sleep_drops_cached_prefixes_and_no_flush_is_asked_for(rollout_of, monkeypatch):
     """If it did not, the next proof would find the keys of the old weights."""
     worker, actor, fake = rollout_of()
-    worker.engine.can_sleep = True
-    worker.engine.fleet.members[0].server._can_sleep = True
-    fake.args.enable_sleep_mode = True
+    let_sleep(worker, fake)
     worker.take_weights()
     draw(worker)
     move(actor)

@@ -117,8 +117,7 @@ def test_a_server_without_the_route_of_tokens_completes(settings, start):
     params = SamplingParams(max_new_tokens=R, temperature=0.7)
     rollout.take_weights()
     batch = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=0)
-    metrics = actor.compute_log_prob(batch).meta_info["metrics"]
-    assert abs(metrics["training/rollout_kl"]) < 1e-5
+    assert largest_kl(actor, batch) < 1e-5
 
 
 # In the quick suite, tests/rollout/servers/test_hand_over.py has all faults of a vLLM server.
@@ -179,9 +178,7 @@ def test_weights_can_come_through_memory(settings, start, dialect):
     rollout = rollout_on(settings, server, actor=actor, weight_transport="host")
     for _ in range(2):
         rollout.take_weights()
-        expected = draw(rollout)
-        metrics = actor.compute_log_prob(expected).meta_info["metrics"]
-        assert abs(metrics["training/rollout_kl"]) < 1e-5
+        assert largest_kl(actor, draw(rollout)) < 1e-5
         move(actor)
 
     rollout.take_weights()
@@ -311,8 +308,7 @@ def test_a_hand_over_outlives_a_server_that_ends_in_its_proof(settings, start, p
     thread.start()
     rollout.take_weights()
     thread.join()
-    batch = draw(rollout)
-    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+    assert largest_kl(actor, draw(rollout)) < 1e-5
 
 
 @pytest.mark.parametrize(("dialect", "version"), KINDS)
@@ -337,8 +333,7 @@ def test_a_server_that_restarts_before_the_proof_gets_the_weights(
             rollout.take_weights()
         return
     rollout.take_weights()
-    batch = draw(rollout)
-    assert abs(actor.compute_log_prob(batch).meta_info["metrics"]["training/rollout_kl"]) < 1e-5
+    assert largest_kl(actor, draw(rollout)) < 1e-5
 
 
 def test_a_run_ends_with_the_reason_if_no_server_comes_back(settings, start):
@@ -509,12 +504,7 @@ def test_samples_that_another_run_aborts_are_drawn_again(settings, start):
         server.answer("/pause_generation", {"mode": "abort"}, threading.Event())
         server.answer("/continue_generation", {}, threading.Event())
 
-    thread = threading.Thread(target=push)
-    thread.start()
-    batch = draw(rollout)
-    thread.join()
-    assert torch.equal(batch.batch["responses"], expected)
-    assert batch.meta_info["metrics"]["rollout/num_redrawn"] >= 1
+    check_redrawn(draw_while(push, rollout), expected)
 
 
 def test_a_server_that_closes_idle_connections_is_not_lost(settings, start):
