@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,11 +20,6 @@ from verl.data.json_rows import read_json_rows
 from verl.utils.errors import DataError, describe_error, shortage_while_reading
 from verl.utils.json_text import parse_json
 from verl.utils.lfs import describe_pointers
-
-if TYPE_CHECKING:
-    from verl.config import DataConfig
-    from verl.config.sft import SFTDataConfig
-    from verl.data.pictures import PictureReader
 
 FORMATS = (
     "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
@@ -235,35 +230,6 @@ def _is_list_of_rows(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(row, dict) and "role" not in row for row in value)
-
-
-def refuse_media(
-    file: str | Path,
-    rows: Rows,
-    config: "DataConfig | SFTDataConfig",
-    pictures: "PictureReader | None",
-) -> None:
-    """Raise DataError for the first row with images or videos that the model does not read.
-
-    The text of such a row depends on them. `pictures` is the reader of the model; None: it reads
-    text alone.
-    """
-    if pictures is None:
-        _refuse_values(file, rows, config.image_key)
-    if pictures is None or not pictures.reads_videos:
-        _refuse_values(file, rows, config.video_key)
-
-
-def _refuse_values(file: str | Path, rows: Rows, column: str) -> None:
-    if column not in rows.columns:
-        return
-    for number, value in enumerate(rows.column(column)):
-        if not is_no_media(value):
-            raise DataError(
-                f"{file}, row {number}, column '{column}': must be empty, because this model does "
-                f"not read it, got {type(value).__name__}. Leave such rows out, or the column if "
-                "the text is complete without it, or give a model that reads it."
-            )
 
 
 def is_no_media(value: Any) -> bool:

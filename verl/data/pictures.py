@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template
+from verl.data.files import Rows, is_no_media
 from verl.data.picture_parts import IMAGE_SOURCES, messages_and_sources
 from verl.data.rgb import identity_of, loaded, opened, upright_rgb
 from verl.data.videos import Video, read_video
@@ -24,6 +25,8 @@ from verl.utils.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.config import DataConfig
+    from verl.config.sft import SFTDataConfig
     from verl.models.processor import PictureProcessor
 
 KEPT_BYTES = 1 << 30  # most bytes of prepared pictures that are kept
@@ -252,6 +255,35 @@ class PictureReader:
                 "texts"
             )
         return places
+
+
+def refuse_media(
+    file: str | Path,
+    rows: Rows,
+    config: "DataConfig | SFTDataConfig",
+    pictures: PictureReader | None,
+) -> None:
+    """Raise DataError for the first row with images or videos that the model does not read.
+
+    The text of such a row depends on them. `pictures` is the reader of the model; None: it reads
+    text alone.
+    """
+    if pictures is None:
+        _refuse_values(file, rows, config.image_key)
+    if pictures is None or not pictures.reads_videos:
+        _refuse_values(file, rows, config.video_key)
+
+
+def _refuse_values(file: str | Path, rows: Rows, column: str) -> None:
+    if column not in rows.columns:
+        return
+    for number, value in enumerate(rows.column(column)):
+        if not is_no_media(value):
+            raise DataError(
+                f"{file}, row {number}, column '{column}': must be empty, because this model does "
+                f"not read it, got {type(value).__name__}. Leave such rows out, or the column if "
+                "the text is complete without it, or give a model that reads it."
+            )
 
 
 def _png(image: Any) -> bytes:

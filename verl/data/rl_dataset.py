@@ -29,11 +29,11 @@ from verl.data.files import (
     content_fingerprint,
     errors_at,
     open_rows,
-    refuse_media,
     require_column,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.data.picture_parts import has_picture_parts, without_picture_parts
+from verl.data.pictures import PictureReader, refuse_media
 from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
@@ -42,8 +42,6 @@ from verl.utils.registry import misspelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.data.pictures import PictureReader
 
 # Names of columns that training writes. A file's own column of such a name would clash with it.
 _WRITTEN_LATER = {name for name, column in COLUMNS.items() if column.written_by != "data"}
@@ -73,7 +71,7 @@ class RLDataset(Dataset):
         config: DataConfig,
         *,
         split: str = "train",
-        pictures: "PictureReader | None" = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         """Read and check all rows.
 
@@ -363,7 +361,7 @@ def check_rows(
     file: str,
     rows: Rows,
     config: DataConfig,
-    pictures: "PictureReader | None" = None,
+    pictures: PictureReader | None = None,
 ) -> None:
     """Raise DataError for the first invalid row.
 

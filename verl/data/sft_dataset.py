@@ -20,11 +20,10 @@ from verl.data.files import (
     encoded_in_chunks,
     errors_at,
     open_rows,
-    refuse_media,
     require_column,
 )
 from verl.data.picture_parts import messages_and_sources
-from verl.data.pictures import PictureReader
+from verl.data.pictures import PictureReader, refuse_media
 from verl.data.sampler import chosen_rows
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
