@@ -113,16 +113,14 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
     unknown = [name for name in values if name not in known]
     if unknown:
         raise ConfigError(f"{dataclass_type.__name__} has no fields {unknown}; it has {known}.")
-    made = {}
-    for name, value in values.items():
-        made[str(name)] = (
-            _section(value, dataclass_type, name) if isinstance(value, dict) else value
-        )
+    made = {str(name): _made(value, dataclass_type, name) for name, value in values.items()}
     return dataclass_type(**made)
 
 
-def _section(value: dict[str, Any], owner: Any, name: str) -> Any:
-    """Return a section as an object of its `_target_` or of its field's class, or as it is."""
+def _made(value: Any, owner: Any, name: Any) -> Any:
+    """Return a value; a section as an object of its `_target_` or of its field's class, if any."""
+    if not isinstance(value, dict):
+        return value
     if "_target_" in value:
         return omega_conf_to_dataclass(value)
     kind = get_type_hints(owner)[name]
