@@ -21,7 +21,7 @@ from verl.rollout.eight_bits import (
 )
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Parts
-from verl.rollout.embedded.kernels import narrow_swiglu
+from verl.rollout.embedded.kernels import PROCESSORS, narrow_swiglu
 from verl.rollout.embedded.kernels.decode_launch import SplitWorkspace
 from verl.rollout.embedded.kernels.experts import mix_experts, route
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
@@ -34,7 +34,6 @@ from verl.utils.arithmetic import ceil_div
 # A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a
 # device has processors. The parts have at least _SHORTEST numbers.
 _TILE = 128
-_TILES = 132
 _MOST_SPLITS = 4
 _SHORTEST = 1024
 # Rows from which quack-kernels, if they are installed, are faster than a product and a SwiGLU. Norm,
@@ -333,7 +332,7 @@ class TritonDecoder(FusedDecoder):
         tiles = ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
         # Rows of 16-bit numbers must begin at multiples of 16 bytes.
         while splits > 1 and (
-            inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > _TILES
+            inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > PROCESSORS
         ):
             splits //= 2
 

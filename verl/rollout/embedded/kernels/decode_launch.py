@@ -6,6 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
+from verl.rollout.embedded.kernels import PROCESSORS
+
 # More splits fill the device at small batches, but their results must be merged. Many splits pay up
 # to two programs on each multiprocessor, a few of them up to four.
 _MAX_SPLITS = 32
@@ -13,7 +15,7 @@ _PROGRAMS_OF_MANY = 2
 _FEW_SPLITS = 4
 _PROGRAMS_OF_FEW = 4
 # Programs that run at once in three stages: three on each multiprocessor of an H100 or H200.
-_THREE_STAGES = 3 * 132
+_THREE_STAGES = 3 * PROCESSORS
 
 
 class DecodeConfig(NamedTuple):

@@ -14,13 +14,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from verl.rollout.eight_bits import Rows
+from verl.rollout.embedded.kernels import PROCESSORS
 from verl.utils.arithmetic import ceil_div, round_up
 
 _COLUMNS = 128  # of a tile
 _INNER = 128  # numbers of a row that are loaded at once
 _STAGES = 3
 _GROUP = 16  # rows of tiles that share weights in the cache
-_PROCESSORS = 132  # of an H100 and an H200; others are filled less evenly
 _SHORTEST_SPLIT = 1024
 _MOST_SPLITS = 8
 
@@ -52,7 +52,7 @@ def plan(rows: int, columns: int, inner: int, *, may_split: bool) -> Plan:
     tiles = ceil_div(rows, tile.rows) * ceil_div(columns, _COLUMNS)
     splits = 1
     if may_split:
-        places = tile.programs * _PROCESSORS
+        places = tile.programs * PROCESSORS
         splits = max(1, min(_MOST_SPLITS, inner // _SHORTEST_SPLIT, places // tiles))
     split_inner = round_up(ceil_div(inner, splits), _INNER)
     return Plan(tile, tiles, ceil_div(inner, split_inner), split_inner)

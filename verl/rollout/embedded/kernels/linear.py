@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A product with fewer output tiles than this leaves processors idle, so its K is cut. A constant,
-# not the number of processors of the device at hand: the same bits on every device of one
-# architecture.
-WANTED_TILES = 132
+from verl.rollout.embedded.kernels import PROCESSORS
+
+# A product with fewer output tiles than this leaves processors idle, so its K is cut.
+WANTED_TILES = PROCESSORS
 # Shorter partial products cost more to add up than they save.
 MIN_SPLIT_K = 384
 MAX_SPLITS = 8

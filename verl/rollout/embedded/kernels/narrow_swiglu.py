@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl.rollout.embedded.kernels import PROCESSORS
 from verl.rollout.embedded.kernels.layers import gated
 from verl.utils.arithmetic import ceil_div
 
@@ -18,7 +19,6 @@ from verl.utils.arithmetic import ceil_div
 MOST_ROWS = 64
 _COLUMNS = 64  # of a tile
 _INNER = 64  # numbers of a row that are loaded at once
-_PROCESSORS = 132  # of an H100 and an H200; others are filled less evenly
 # Loads ahead, by the programs that share a multiprocessor and its memory; with more, the last.
 _STAGES = (6, 4, 3)
 _SHARED_BYTES = _STAGES[0] * (MOST_ROWS + 2 * _COLUMNS) * _INNER * 2  # of 16-bit numbers
@@ -53,7 +53,7 @@ def gated_product(x: Tensor, weight: Tensor, *, gelu: bool = False) -> Tensor:
 
     out = x.new_empty(rows, columns)
     tiles = ceil_div(columns, _COLUMNS)
-    shared_by = min(ceil_div(tiles, _PROCESSORS), len(_STAGES))
+    shared_by = min(ceil_div(tiles, PROCESSORS), len(_STAGES))
     _gated_product[(tiles,)](
         x,
         weight,
