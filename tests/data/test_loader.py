@@ -152,6 +152,21 @@ def test_state_inside_the_loop_counts_the_current_batch():
         assert stream(resumed, 3) == expected[stop : stop + 3]
 
 
+def test_the_epoch_of_the_newest_batch():
+    loader = RLDataLoader(Numbers(5), 2, shuffle=True, seed=1)
+    assert loader.drawn_epoch == 0, "nothing is drawn yet"
+
+    epochs = []
+    for _ in range(2):
+        for _ in loader:
+            epochs.append(loader.drawn_epoch)
+    assert epochs == [0, 0, 1, 1]
+
+    resumed = RLDataLoader(Numbers(5), 2, shuffle=True, seed=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.drawn_epoch == 1
+
+
 @pytest.mark.parametrize("sampler", [None, Stateful])
 def test_resumed_run_may_change_the_batch_size(sampler):
     def make(batch_size: int) -> RLDataLoader:

@@ -233,6 +233,8 @@ def test_a_dapo_batch_is_full_of_prompts_with_unequal_rewards(tmp_path):
     assert trainer.train_loader.state_dict()["epoch"] == int(sum(rounds)) // 2, (
         "two batches an epoch, counted all"
     )
+    newest_batches = np.cumsum(rounds).astype(int) - 1  # counted from 0
+    assert [line["training/epoch"] for line in lines] == (newest_batches // 2).tolist()
     later = next(batch for batch, number in zip(trainer.batches, rounds) if number > 1)
     numbers = [int(uid.split("-")[1]) for uid in later.non_tensor_batch["uid"]]
     assert max(numbers) >= 4, "further prompts have numbers, and with them noise, of their own"

@@ -111,6 +111,12 @@ class RLDataLoader:
             return rows // self.batch_size
         return ceil_div(rows, self.batch_size)
 
+    @property
+    def drawn_epoch(self) -> int:
+        """Return the epoch, from 0, of the batch that was yielded last; 0 before the first."""
+        # The cursor has left a finished epoch already, and has taken nothing of the next one.
+        return self._epoch if self._taken else max(self._epoch - 1, 0)
+
     def __iter__(self) -> Iterator[DataProto]:
         epoch = self._epoch
         while self._epoch == epoch:

@@ -347,7 +347,7 @@ class TrainingRun(ABC, Generic[Config]):
         for name, gib in memory_metrics(self.device).items():
             self.metrics[name] = max(gib, self.metrics.get(name, 0.0))
         self.metrics["training/global_step"] = self.global_step
-        self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
+        self.metrics["training/epoch"] = self.train_loader.drawn_epoch
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
         self.summary.add(self.global_step, self.metrics)
