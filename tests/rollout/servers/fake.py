@@ -362,6 +362,8 @@ class FakeServer:
                 token = int(torch.multinomial(weights, 1, generator=noise))
                 ids.append(token)
                 rows.append(row if self.log_probs_mode == "processed" else logits.log_softmax(-1))
+                if "failing draws" in self.faults:
+                    return ids, rows, "error"
                 if token in stops:
                     return ids, rows, "stop"
         return ids, rows, "length"

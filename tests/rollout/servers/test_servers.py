@@ -462,6 +462,16 @@ def test_a_response_that_the_servers_context_cuts_is_refused(settings, start):
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_response_with_an_unknown_finish_reason_is_refused(settings, start, dialect):
+    server = start(dialect)
+    rollout = rollout_on(settings, server)
+    rollout.take_weights()
+    server.faults.add("failing draws")
+    with pytest.raises(RolloutError, match=r"finish reason 'error'; expected one of stop, length"):
+        draw(rollout)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_no_two_requests_to_a_server_have_one_name(settings, start, dialect, monkeypatch):
     """SGLang refuses a name that is at work, and older versions end: also if a draw is repeated."""
     server = start(dialect)

@@ -25,6 +25,7 @@ DRAW_S = 3600.0  # of a draw by a server that gives signs of life
 QUICK_S = 20.0  # of questions about the server itself
 LOAD_S = 1800.0  # of new weights
 _SHOWN = 400  # characters of an answer in an error
+_FINISH_REASONS = ("stop", "length", "abort")
 
 
 class AdapterLostError(RolloutError):
@@ -59,7 +60,7 @@ class Drawn:
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str
+    finish_reason: str  # see `Server.known_reason`
     versions: frozenset[str] = field(default=frozenset())
 
     def require_whole(self, limit: int) -> None:
@@ -321,6 +322,19 @@ class Server(ABC):
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self.unexpected(path, answer) from error
+
+    def known_reason(self, reason: Any) -> str:
+        """Return the finish reason of a draw. Raises RolloutError for one that has no meaning here.
+
+        A trainer would learn from the tokens of such a draw as if it had ended by itself.
+        """
+        if reason not in _FINISH_REASONS:
+            raise RolloutError(
+                f"{self.name} ended a response with the finish reason {reason!r}; expected one of "
+                f"{', '.join(_FINISH_REASONS)}. Look into the server's log, and start it without "
+                "options that end responses early."
+            )
+        return reason
 
     def other_prompt(self, prompt_ids: Sequence[int], count: int | None) -> RolloutError:
         """Return the error for a prompt with pictures that the server reads otherwise.

@@ -19,7 +19,6 @@ from verl.rollout.servers.server import (
 from verl.utils.errors import RolloutError
 from verl.weight_sync.sglang_loader import LOADER, packed_address
 
-_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 # A response that would fill the context ends this many tokens before it.
 _UNUSED = 2
 
@@ -117,7 +116,7 @@ class SGLangServer(Server):
             drawn = Drawn(
                 token_ids=[int(each[1]) for each in pairs],
                 log_probs=[float(each[0]) for each in pairs],
-                finish_reason=_REASONS[meta["finish_reason"]["type"]],
+                finish_reason=self.known_reason(meta["finish_reason"]["type"]),
                 versions=_versions(meta),
             )
         return _cut(drawn, draw.stop_token_ids) if ignores_stops else drawn

@@ -109,7 +109,7 @@ class VLLMServer(Server):
             return Drawn(
                 token_ids=list(choice["token_ids"] or []),
                 log_probs=_log_probs(choice["logprobs"]),
-                finish_reason=choice["finish_reason"],
+                finish_reason=self.known_reason(choice["finish_reason"]),
                 versions=self._versions(choice),
             )
 
