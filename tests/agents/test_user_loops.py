@@ -300,9 +300,8 @@ def loops(tmp_path: Path) -> str:
         "exits": "Exits",
         "plain": "Plain",
     }
-    lines = [
-        f"- name: {name}\n  _target_: {tmp_path}/loops.py:{cls}" for name, cls in names.items()
-    ]
+    # Files of loops may be next to the YAML file.
+    lines = [f"- name: {name}\n  _target_: loops.py:{cls}" for name, cls in names.items()]
     lines[0] += "\n  word: once more"
     lines[list(names).index("seven")] += "\n  word: And now?"
     (tmp_path / "helper.py").write_text(HELPER)

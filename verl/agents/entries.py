@@ -38,10 +38,33 @@ def read_yaml(path: str | Path, setting: str | None = None) -> Any:
         raise ConfigError(f"{place}'{path}' cannot be read: {reason}") from error
 
 
-def load_class(reference: str, folder: Path | None = None) -> type:
-    """Import the class of "package.module.Class", or of "file.py:Class".
+def folder_of(path: str | Path) -> Path:
+    """Return the folder of a YAML file, where relative paths in it are looked for as well."""
+    return Path(path).expanduser().resolve().parent
 
-    A relative file is looked for in the working directory, then in `folder`.
+
+def find_file(path: str, folder: Path) -> str:
+    """Look for a relative file in the working directory, then in `folder`.
+
+    Returns the path in `folder` of a file that is there alone, and any other path as it is.
+    """
+    file = Path(path).expanduser()
+    neighbor = folder / file
+    if not file.is_file() and neighbor.is_file():
+        return str(neighbor)
+    return path
+
+
+def find_class(reference: str, folder: Path) -> str:
+    """Return "file.py:Class" with the path of `find_file`, and "package.module.Class" as it is."""
+    place, _, name = _split(reference)
+    if Path(place).suffix != ".py":
+        return reference
+    return f"{find_file(place, folder)}:{name}"
+
+
+def load_class(reference: str) -> type:
+    """Import the class of "package.module.Class", or of "file.py:Class".
 
     Raises ConfigError for a module, file or class that does not exist.
     """
@@ -49,9 +72,6 @@ def load_class(reference: str, folder: Path | None = None) -> type:
     if not names_a_class(reference):
         raise ConfigError(f"Expected 'package.module.Class' or 'file.py:Class', got {reference!r}.")
 
-    file = Path(place).expanduser()
-    if file.suffix == ".py" and folder is not None and not file.is_file():
-        place = str(folder / file) if (folder / file).is_file() else place
     found = load_extern_type(place, name)
     if not isinstance(found, type):
         raise ConfigError(f"{reference!r} must be a class, got {type(found).__name__}.")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.agents.tools.user_tools import OldCounter
 from verl.agents.tools import ToolSet, ToolType, get_tool_class, initialize_tools_from_config
-from verl.agents.tools.config_file import read_tool_config
+from verl.agents.tools.config_file import build_entry, read_tool_config
 from verl.utils.errors import ConfigError
 
 USER_TOOLS = "tests.agents.tools.user_tools"
@@ -65,6 +65,37 @@ tools:
     )
     isolations = [entry.isolation for entry in read_tool_config(path)]
     assert isolations == ["process", "thread", "thread", "process"]
+
+
+def test_files_may_be_in_the_working_folder_or_next_to_the_yaml(write, tmp_path, monkeypatch):
+    path = write(
+        """
+tools:
+  - class_name: counters.py:Mine
+    config: {isolation: thread}
+  - class_name: verl.agents.tools.mcp.MCPSearchTool
+    config: {type: mcp}
+    mcp: {mcp_servers_config_path: servers.json}
+"""
+    )
+    (tmp_path / "counters.py").write_text(
+        f"from {USER_TOOLS} import OldCounter\nclass Mine(OldCounter):\n    pass\n"
+    )
+    (tmp_path / "servers.json").write_text("{}")
+
+    counter, search = read_tool_config(path)
+    (made,) = build_entry(counter)
+    assert type(made).__name__ == "Mine"
+    assert search.mcp == {"mcp_servers_config_path": str(tmp_path / "servers.json")}
+    assert "counters.py:Mine)" in counter.place, "errors name the class as the file does"
+
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    for name in ("counters.py", "servers.json"):
+        (tmp_path / "start" / name).touch()
+    counter, search = read_tool_config(path)
+    assert counter.class_name == "counters.py:Mine", "the working folder goes first"
+    assert search.mcp == {"mcp_servers_config_path": "servers.json"}
 
 
 @pytest.mark.parametrize(

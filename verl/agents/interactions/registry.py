@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, read_yaml, require_calls, require_methods
+from verl.agents.entries import (
+    find_class,
+    folder_of,
+    load_class,
+    read_yaml,
+    require_calls,
+    require_methods,
+)
 from verl.agents.interactions.base import BaseInteraction
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
 from verl.utils.logging import say_once
@@ -85,7 +92,7 @@ def _read(number: int, entry: Any, file: Path) -> _Entry:
         raise ConfigError(f"{where}: name must be a text, got {_shown(name)}.")
 
     try:
-        cls = load_class(class_name, file.resolve().parent)
+        cls = load_class(find_class(class_name, folder_of(file)))
     except (ConfigError, MissingDependencyError) as error:
         raise type(error)(f"{where}: class_name: {error}") from error
     return _Entry(where=where, cls=cls, name=name or default_name(cls), config=dict(config or {}))

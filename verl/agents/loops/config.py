@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, read_yaml
+from verl.agents.entries import find_class, folder_of, load_class, read_yaml
 from verl.agents.loops.base import agent_loops
 from verl.agents.loops.user_base import AgentLoopBase
 from verl.agents.loops.user_loop import add_user_loop
@@ -26,8 +26,9 @@ def register_loops(path: str | Path) -> list[str]:
             f"{type(entries).__name__}."
         )
     names: list[str] = []
+    folder = folder_of(path)
     for number, entry in enumerate(entries):
-        name = _register(f"{path}, entry {number}", entry)
+        name = _register(f"{path}, entry {number}", entry, folder)
         if name in names:
             raise ConfigError(
                 f"{path}, entry {number}: the name '{name}' is taken by entry {names.index(name)}. "
@@ -37,13 +38,14 @@ def register_loops(path: str | Path) -> list[str]:
     return names
 
 
-def _register(place: str, entry: Any) -> str:
+def _register(place: str, entry: Any, folder: Path) -> str:
+    """Register the loop of an entry, of a file in `folder`. Return its name."""
     if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
         raise ConfigError(f"{place}: expected the keys name and _target_, got {entry!r:.200}.")
     options = {str(key): value for key, value in entry.items()}
     name = str(options.pop("name"))
     try:
-        target = load_class(str(options.pop("_target_")))
+        target = load_class(find_class(str(options.pop("_target_")), folder))
     except ConfigError as error:
         raise ConfigError(f"{place}: _target_: {error}") from error
 

@@ -15,7 +15,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from verl.agents.entries import load_class, read_yaml, require_calls
+from verl.agents.entries import (
+    find_class,
+    find_file,
+    folder_of,
+    load_class,
+    read_yaml,
+    require_calls,
+)
 from verl.agents.tools.base import (
     CALL_SETTINGS,
     BaseTool,
@@ -81,7 +88,7 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool
 
 
 def read_tool_config(path: str | Path) -> list[ToolEntry]:
-    """Return the entries of a YAML file. No class is imported.
+    """Return the entries of a YAML file, with the paths of `find_file`. No class is imported.
 
     Raises:
         ConfigError: file, entry and key that are wrong.
@@ -196,12 +203,15 @@ def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
     checked = ToolEntry(
         place=f"{place} ({class_name})",
         number=number,
-        class_name=class_name,
+        class_name=find_class(class_name, folder_of(path)),
         config=_mapping(place, entry, "config") or {},
         tool_schema=_mapping(place, entry, "tool_schema"),
         mcp=_mapping(place, entry, "mcp"),
     )
     _check_config(checked)
+    if checked.mcp is not None:
+        servers = str(checked.mcp["mcp_servers_config_path"])
+        checked.mcp["mcp_servers_config_path"] = find_file(servers, folder_of(path))
     return checked
 
 
