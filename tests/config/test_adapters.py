@@ -36,6 +36,10 @@ def test_target_modules_are_a_list_or_a_string(build: Load):
             [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"],
             r"target_modules must be a list of names.*got \[\]",
         ),
+        (
+            [f"{MODEL}.lora_rank=8", f"{MODEL}.exclude_modules=[]"],
+            r"exclude_modules must be .* or null, got \[\]\. Set .*exclude_modules=null",
+        ),
         ([f"{MODEL}.lora_rank=-1"], "lora_rank must be at least 0"),
         ([f"{MODEL}.lora_alpha=0"], "lora_alpha must be above 0"),
         (

@@ -178,16 +178,19 @@ def adapters_can_be_trained(config: TrainConfig) -> Messages:
         if section.startswith(inactive_sections(config)):
             continue
         model = value_at(config, section)
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(model, name)
-            if value is None and name == "exclude_modules":
-                continue
-            entries = value if isinstance(value, list) else [value]
-            if not entries or not all(isinstance(entry, str) for entry in entries):
-                yield (
-                    f"{section}.{name} must be a list of names, or a regular expression, or "
-                    f"all-linear, got {value!r}. Set {section}.target_modules=all-linear."
-                )
+        forms = "must be a list of names, a regular expression, or"
+        targets = model.target_modules
+        if not _names_modules(targets):
+            yield (
+                f"{section}.target_modules {forms} all-linear, got {targets!r}. Set "
+                f"{section}.target_modules=all-linear."
+            )
+        excluded = model.exclude_modules
+        if excluded is not None and not _names_modules(excluded):
+            yield (
+                f"{section}.exclude_modules {forms} null, got {excluded!r}. Set "
+                f"{section}.exclude_modules=null to exclude none."
+            )
 
         if model.lora_rank > 0 and value_at(config, key) == "Muon":
             yield (
@@ -195,6 +198,12 @@ def adapters_can_be_trained(config: TrainConfig) -> Messages:
                 f"{section}.lora_rank={model.lora_rank} leaves frozen. Set {key}=AdamW, or "
                 f"{section}.lora_rank=0."
             )
+
+
+def _names_modules(value: Any) -> bool:
+    """Return whether a value is a text, or a list of at least one text."""
+    entries = value if isinstance(value, list) else [value]
+    return bool(entries) and all(isinstance(entry, str) for entry in entries)
 
 
 def _checkpoints_next_to(folder: str | None) -> str:
