@@ -15,6 +15,7 @@ from verl import compat
 from verl.config import TrainConfig, load_config
 from verl.config.key_table import ROOTS
 from verl.config.keys import keys_of
+from verl.tracking.console import SECTIONS
 from verl.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -262,6 +263,11 @@ def templates_of_metrics() -> set[str]:
             phase = template(call.args[0])
             found |= {f"timing_s/{phase}"} if phase else set()
     return found
+
+
+def test_the_console_knows_the_metrics_that_are_not_a_users_own():
+    sections = {name.split("/")[0] for name in documented_metrics()}
+    assert sections == SECTIONS | {f"policy_{HOLE}"}
 
 
 def test_every_metric_of_the_code_is_in_the_index():

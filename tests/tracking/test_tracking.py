@@ -64,6 +64,20 @@ def test_the_console_shows_a_loss_of_a_program_that_measures_nothing_else(tmp_pa
     assert capsys.readouterr().out == "[Step 1] Loss: 2.5000 | 0.00 s/step\n"
 
 
+def test_the_console_shows_metrics_of_a_users_own_names(tmp_path, capsys):
+    tracker = make_tracker(tmp_path, ["console"])
+    tracker.log({**STEP, "mine/spread": 2.0, "policy_judge/actor/pg_loss": 1.0, "perf/x": 1}, 1)
+    tracker.log({"loss": 1234.5678, "steps": 123456, "val-core/x/reward/mean@1": 0.5}, 2)
+    tracker.log({f"mine/{number}": -0.0 for number in range(9)}, 3)
+
+    assert capsys.readouterr().out.splitlines() == [
+        "[Step 1] Actor loss: 0.0123 | Reward: 0.3333 | mine/spread: 2",
+        "[Step 2] loss: 1235 | steps: 123456",
+        "Validation after step 2: x/reward/mean@1: 0.5000",
+        f"[Step 3] {' | '.join(f'mine/{number}: 0' for number in range(6))} | 3 more",
+    ]
+
+
 def test_the_console_follows_its_interval_but_always_shows_both_ends_and_validation(
     tmp_path, capsys
 ):

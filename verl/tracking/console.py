@@ -27,6 +27,37 @@ _SUPERVISED: tuple[Entry, ...] = (
     ("{} s/step", ".2f", ("timing_s/step", "perf/time_per_step")),
 )
 
+# First parts of the names that runs measure by themselves. Other names are a user's own.
+SECTIONS = frozenset(
+    {
+        "actor",
+        "agent_loop",
+        "critic",
+        "environment",
+        "fully_async",
+        "groups",
+        "num_turns",
+        "perf",
+        "prompt_length",
+        "response_length",
+        "reward",
+        "rollout",
+        "rollout_corr",
+        "rollouter",
+        "timing_per_token_ms",
+        "timing_s",
+        "tools",
+        "train",
+        "trainer",
+        "training",
+        "val",
+        "val-aux",
+        "val-core",
+    }
+)
+_OF_PARTNER = "policy_"  # begins the section of a second trained policy
+_MOST_OWN = 6  # metrics of a user's own names in a line
+
 # Samples, and characters of each, that `log_generations` prints; other trackers have them all.
 _FEW_ROWS = 3
 _FEW_CHARACTERS = 400
@@ -36,16 +67,17 @@ _FEW_CHARACTERS = 400
 class ConsoleBackend(TrackerBackend):
     """Print one line every `log_interval` steps.
 
-    Example: `[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012 | ...`. The first and
-    the last step are always printed, and so are validation scores, on a separate line.
+    Example: `[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012 | ...`. Metrics of a
+    user's own names, such as `mine/spread`, follow, up to six of them. The first and the last step
+    are always printed, and so are validation scores, on a separate line.
     """
 
     def log(self, metrics: Metrics, step: int) -> None:
         total = self.settings.total_steps
         head = f"[Step {step}/{total}]" if total is not None else f"[Step {step}]"
-        trained = any(name.startswith(("actor/", "critic/", "train/")) for name in metrics)
-        if trained and self._is_due(step):
-            show(f"{head} {step_line(metrics)}")
+        line = step_line(metrics)
+        if line and self._is_due(step):
+            show(f"{head} {line}")
 
         scores = []
         for name, value in metrics.items():
@@ -72,10 +104,18 @@ class ConsoleBackend(TrackerBackend):
 
 
 def step_line(metrics: Metrics) -> str:
-    """Format the line of a step, without its number.
+    """Format the line of a step, without its number; "" where it has nothing to show."""
+    return " | ".join([*_usual_entries(metrics), *_own_entries(metrics)])
+
+
+def _usual_entries(metrics: Metrics) -> list[str]:
+    """Format the usual metrics of a step that trained.
 
     A missing loss of the actor is n/a: it may be waiting for its critic.
     """
+    if not any(name.startswith(("actor/", "critic/", "train/")) for name in metrics):
+        return []
+
     entries = _REINFORCED
     if "train/loss" in metrics:
         entries = _SUPERVISED
@@ -89,7 +129,28 @@ def step_line(metrics: Metrics) -> str:
             parts.append(form.format(_number(value, digits)))
         elif entry is _ACTOR_LOSS:
             parts.append(form.format("n/a"))
-    return " | ".join(parts)
+    return parts
+
+
+def _own_entries(metrics: Metrics) -> list[str]:
+    """Format the first metrics of a user's own names, and count the others."""
+    own = [name for name in metrics if _is_own(name)]
+
+    parts = []
+    for name in own[:_MOST_OWN]:
+        value = metrics[name]
+        digits = ".4g"
+        if isinstance(value, int):
+            digits = "d"
+        parts.append(f"{name}: {_number(value, digits)}")
+    if len(own) > _MOST_OWN:
+        parts.append(f"{len(own) - _MOST_OWN} more")
+    return parts
+
+
+def _is_own(name: str) -> bool:
+    section = name.partition("/")[0]
+    return section not in SECTIONS and not section.startswith(_OF_PARTNER)
 
 
 def _with_speed(metrics: Metrics) -> Metrics:
