@@ -239,7 +239,10 @@ def test_small_model_on_a_cpu(tmp_path: Path):
     assert profile.plan.rollout.weights == 0, "the engine uses the trainer's weights"
     values = phase_of(profile.plan, "critic", "values")
     assert values.host == values.device_bytes > 0
-    assert "Device: at most" in str(profile)
+    text = str(profile)
+    assert "Device: at most" in text
+    assert "Data: not read, so files may be missing." in text
+    assert "without the processes themselves and the data set" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Predict the memory of a run and its batches before it starts."""
+"""Predict the memory of a run and its batches before it starts.
+
+It reads the keys and the models' config.json, and no data.
+"""
 
 import argparse
 import sys

@@ -16,10 +16,11 @@ _BAR = 40  # characters of a full device
 # Code that is imported or compiled while a run works takes 0.1 to 0.4 GiB of its process. Less
 # than this is not compared with a plan, which counts no code.
 _LEAST_COMPARED_ON_CPU = 2 * GIB
+_DATA = "Data: not read, so files may be missing. Every row counts with the most tokens."
 
 
 def render(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = None) -> str:
-    """Render batch, pages, phases, placement, verdict and advice.
+    """Render batch, data, pages, phases, placement, verdict and advice.
 
     Args:
         plan: the plan.
@@ -31,6 +32,7 @@ def render(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = 
         f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden "
         f"{shape.hidden}, vocabulary {shape.vocabulary}; {_count(shape.trained_numel)} trained",
         f"Batch: {plan.batch}",
+        _DATA,
         *([] if plan.rollout is None else [f"Cache: {plan.rollout}"]),
         "",
         *_table(plan, measured),
@@ -229,7 +231,10 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     worst = plan.worst
     placement = plan.placement
     host = max(plan.phases, key=lambda phase: phase.host)
-    lines = [f"Host: at most {_gib(host.host)} GiB ({host.name}) without the processes themselves."]
+    lines = [
+        f"Host: at most {_gib(host.host)} GiB ({host.name}) without the processes themselves and "
+        "the data set."
+    ]
 
     if placement.device_bytes is None:
         lines.append(f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.name}).")
