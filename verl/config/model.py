@@ -98,8 +98,8 @@ class ModelConfig(TrainedModelConfig):
     use_fused_kernels: bool = setting(
         True,
         (
-            "kernels that fuse steps of compiled layers in passes without gradients, where "
-            "installed and proved"
+            "kernels that fuse steps of the trainer's compiled layers in passes without gradients, "
+            "where installed and proved; rollout engines choose their own"
         ),
     )
     fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
