@@ -117,7 +117,8 @@ class HostRunner(ModelRunner):
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
         """Implement `ModelRunner.steps_at_once`."""
-        return STEPS_AT_ONCE if self._count_lanes(scheduler) else 1
+        uses_lanes = self._keeps_rows(scheduler) and self._count_lanes(len(scheduler.unfinished))
+        return STEPS_AT_ONCE if uses_lanes else 1
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: IntArray, hidden: Tensor) -> Draws:
@@ -157,8 +158,10 @@ class HostRunner(ModelRunner):
         """Implement `ModelRunner.decode`."""
         assert self._body is not None
         keeps_rows = self._keeps_rows(scheduler)
-        lanes = self._count_lanes(scheduler)
+        lanes = 0
         if keeps_rows:
+            # Anew: samples may have been pre-empted since `steps_at_once`.
+            lanes = self._count_lanes(len(slots))
             slots = self._key_rows.arrange(scheduler, slots, steps, by_column=lanes > 0)
         last = Fed.last(scheduler, slots)
         if lanes:
@@ -229,11 +232,10 @@ class HostRunner(ModelRunner):
     def _keeps_rows(self, scheduler: Scheduler) -> bool:
         return self._may_keep_rows and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
 
-    def _count_lanes(self, scheduler: Scheduler) -> int:
-        """Return the number of lanes of the next steps."""
-        if self._lanes is None or not self._keeps_rows(scheduler):
+    def _count_lanes(self, rows: int) -> int:
+        """Return the number of lanes for so many `KeyRows`; 0: torch's own operations are used."""
+        if self._lanes is None:
             return 0
-        rows = len(scheduler.unfinished)
         threads = torch.get_num_threads()
         return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
