@@ -263,7 +263,7 @@ def test_a_row_without_keys_gives_zero():
 
 
 @pytest.mark.parametrize(
-    ("widest", "eight_bits", "most"), [(128, False, 4), (128, True, 2), (256, False, 2)]
+    ("widest", "eight_bits", "most"), [(128, False, 4), (256, False, 2), (256, True, 2)]
 )
 def test_splits_fill_the_device(widest, eight_bits, most):
     for rows in range(1, 2000, 7):
@@ -274,6 +274,13 @@ def test_splits_fill_the_device(widest, eight_bits, most):
             most_programs = 132 * (most if splits <= 4 else 2)
             assert splits == 1 or rows * kv_heads * splits <= most_programs
             assert rows * kv_heads * splits >= 132 or splits == 32
+
+
+def test_splits_of_eight_bits_give_each_multiprocessor_three_to_five_programs():
+    for programs in range(1, 2000):
+        splits = decode_launch.choose_num_splits(programs, 1, 132, widest=128, eight_bits=True)
+        assert splits in (1, 32) or 3 * 132 <= programs * splits <= 5 * 132
+        assert splits > 1 or 2 * programs > 5 * 132
 
 
 def test_fixed_splits_cover_every_window():

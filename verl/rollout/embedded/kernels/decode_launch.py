@@ -14,6 +14,9 @@ _MAX_SPLITS = 32
 _PROGRAMS_OF_MANY = 2
 _FEW_SPLITS = 4
 _PROGRAMS_OF_FEW = 4
+# Programs of eight bits are smaller. Five of them run at once on a multiprocessor, but four are
+# faster unless they are less than three.
+_PROGRAMS_OF_EIGHT_BITS = (3, 4, 5)
 # Programs that run at once in three stages: three on each multiprocessor of an H100 or H200.
 _THREE_STAGES = 3 * PROCESSORS
 
@@ -62,13 +65,24 @@ def choose_num_splits(
     It depends on the batch and on the `widest` head alone, because only the device knows the
     lengths of the rows. With a single split, multiprocessors of one program wait for those of two:
     80 rows of 3,900 tokens, two key heads of 128, took 108 us on an H200, and 83 with three splits.
-    Keys and values in `eight_bits` have no such gain: an int8 rollout to 8,192 tokens took 25.4 s,
-    and 25.9 with more splits.
+    Keys and values in `eight_bits` took 77 and 55 us; a rollout to 8,192 tokens took 25.5 s with
+    the splits of wide numbers, and 24.6 as here.
     """
     programs = rows * kv_heads
-    splits = min(_MAX_SPLITS, _PROGRAMS_OF_MANY * num_sms // programs)
-    if widest <= 128 and not eight_bits:
-        splits = max(splits, min(_FEW_SPLITS, _PROGRAMS_OF_FEW * num_sms // programs))
+
+    def splits_of(by_processor: int) -> int:
+        return by_processor * num_sms // programs
+
+    if widest <= 128 and eight_bits:
+        fewest, usual, most = _PROGRAMS_OF_EIGHT_BITS
+        splits = splits_of(usual)
+        if splits * programs < fewest * num_sms:
+            splits = splits_of(most)
+        return max(1, min(_MAX_SPLITS, splits))
+
+    splits = min(_MAX_SPLITS, splits_of(_PROGRAMS_OF_MANY))
+    if widest <= 128:
+        splits = max(splits, min(_FEW_SPLITS, splits_of(_PROGRAMS_OF_FEW)))
     return max(1, splits)
 
 
@@ -105,11 +119,9 @@ def decode_config(
     as long as one another (1,024: 76 us instead of 85).
 
     Keys and values in eight bits, of the dtype `small`, take as many registers again for their
-    conversion. With two warps a program, six programs fit on a multiprocessor, and reductions join
-    two warps instead of four (FP8, 1,024 rows of 256 to 1,280 tokens, heads of 128, on an H200: 158
-    us instead of 195; 256 rows: 55 us instead of 63). 128 keys and four warps are as fast there,
-    12 % faster with 64 rows and 4 % slower with 1,024 rows of the 7B shape. Integers, which are
-    converted by fewer instructions, are 3 to 14 % faster there.
+    conversion. With two warps a program, five programs fit on a multiprocessor, and reductions join
+    two warps instead of four. FP8, 1,024 rows of 256 to 1,280 tokens, heads of 128, on an H200: 158
+    us instead of 195; int8 with 300 tokens each: 58 us, and 67 with 128 keys and four warps.
     """
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
@@ -118,8 +130,6 @@ def decode_config(
     if small is not None:
         if widest > 128:
             return DecodeConfig(block_n=64, num_warps=4, num_stages=3)
-        if small == torch.int8:
-            return DecodeConfig(block_n=128, num_warps=4, num_stages=3)
         return DecodeConfig(block_n=64, num_warps=2, num_stages=3)
 
     waves = 1 if takes_fresh else 2
