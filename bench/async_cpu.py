@@ -18,14 +18,14 @@ steps after the warm-up; rewards are means over the last quarter of the steps.
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from digit_task import WARMUP_STEPS, make_prompts
+from digit_task import WARMUP_STEPS, write_prompts
+from processes import run_python
+from runs import read_metrics
 
 HERE = Path(__file__).resolve()
 SCHEDULES = {
@@ -71,26 +71,19 @@ def command(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -
     ]
 
 
-def run(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> list[dict]:
+def run(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> list[dict[str, Any]]:
     """Train on two ranks, and return the metrics of the steps."""
-    launched = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *("-m", "verl.trainer.main_ppo", *command(given, schedule, seed, folder)),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    keys = command(given, schedule, seed, folder)
     environment = {
-        **os.environ,
         "BENCH_TURNS": str(given.turns),
         "BENCH_TOOL_S": str(given.tool_ms / 1000),
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}",
     }
-    done = subprocess.run(
-        launched, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    run_python(
+        [*launcher, "-m", "verl.trainer.main_ppo", *keys], environment=environment, limit_s=LIMIT_S
     )
-    if done.returncode != 0:
-        raise SystemExit(f"{schedule}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return read_metrics(folder)
 
 
 def median_step(lines: list[dict], name: str = "step") -> float:
@@ -126,10 +119,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for seed in map(int, given.seeds.split(",")):
         with tempfile.TemporaryDirectory() as place:
-            rows = []
-            for text in make_prompts(given.prompts * given.steps, seed):
-                rows.append(json.dumps({"prompt": [{"role": "user", "content": text}]}))
-            (Path(place) / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+            write_prompts(Path(place) / "prompts.jsonl", given.prompts * given.steps, seed)
             for schedule in SCHEDULES:
                 lines = run(given, schedule, seed, Path(place) / schedule)
                 scores = [line["critic/score/mean"] for line in lines]

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import RandomPrompts, even_share, make_config, write_model
+from processes import run_limited
 from rollout_models import SHAPES
 from schedule_sim import add_costs
 from timeslice_report import (
@@ -46,7 +47,6 @@ from timeslice_report import (
     read_lines,
     table,
 )
-from training_process import run_limited
 
 from verl.config.load import config_from_dict, config_to_dict
 from verl.rollout import Request

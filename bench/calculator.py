@@ -10,13 +10,13 @@ rises without, or if a run takes ten minutes.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from processes import run_python
+from runs import as_hugging_face, validation_scores
 
 from verl.data.toy import calculator_demos
 
@@ -41,8 +41,6 @@ REINFORCED = [
     "data.dataset_name=calculator",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.optim.lr=5e-4",
-    "trainer.val_before_train=True",
-    "trainer.num_threads=1",
 ]
 VARIANTS = {
     "calculator": [],  # the defaults of the data set offer it
@@ -54,42 +52,13 @@ VARIANTS = {
 }
 
 
-def run(module: str, arguments: list[str]) -> None:
-    """Run a program of verl. Raises RuntimeError with its output if it fails."""
-    command = [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr}")
-
-
 def supervised_start(folder: Path, seed: int) -> Path:
     """Fine-tune on the demos and return a folder in Hugging Face format."""
     where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["file"]']
-    run("verl.jobs.main_sft", [*SUPERVISED, *where, f"data.seed={seed}", f"trainer.seed={seed}"])
-    (step,) = folder.glob("global_step_*")
-    target = folder / "model"
-    checkpoint = ["--local_dir", str(step / "actor"), "--target_dir", str(target)]
-    run("verl.jobs.main_merge", ["merge", "--backend", "fsdp", *checkpoint])
-    return target
-
-
-def success(folder: Path, model: Path, variant: str, seed: int, steps: int) -> list[float]:
-    """Train with GRPO and return the success of every validation, the first before any update."""
-    arguments = [
-        *REINFORCED,
-        *VARIANTS[variant],
-        f"actor_rollout_ref.model.path={model}",
-        f"trainer.max_steps={steps}",
-        f"trainer.test_freq={steps}",
-        f"trainer.seed={seed}",
-        f"data.seed={seed}",
-        f"trainer.default_local_dir={folder}",
-        'trainer.logger=["file"]',
-    ]
-    run("verl.trainer.main_ppo", arguments)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[SUCCESS] for line in lines if SUCCESS in line]
+    seeds = [f"data.seed={seed}", f"trainer.seed={seed}"]
+    run_python(["-m", "verl.jobs.main_sft", *SUPERVISED, *where, *seeds])
+    (checkpoint,) = folder.glob("global_step_*")
+    return as_hugging_face(checkpoint, folder / "model")
 
 
 def main() -> int:
@@ -112,7 +81,10 @@ def main() -> int:
             for variant in VARIANTS:
                 begin = time.monotonic()
                 folder = Path(place) / variant.replace(" ", "_")
-                scores = success(folder, start, variant, seed, given.steps)
+                keys = [*REINFORCED, *VARIANTS[variant]]
+                scores = validation_scores(
+                    keys, folder, SUCCESS, model=start, seed=seed, steps=given.steps
+                )
                 seconds = start_s + time.monotonic() - begin
                 before, after = scores[0], scores[-1]
                 print(

@@ -1,4 +1,4 @@
-"""The work that both sides of `grpo_cpu.py` do: prompts, reward, and the arguments they share."""
+"""The task of `grpo_cpu.py` and `async_cpu.py`: prompts, reward, and arguments of both sides."""
 
 import argparse
 import json
@@ -12,21 +12,36 @@ WARMUP_STEPS = 2  # left out of every median: first touch of memory, lazy set-up
 
 
 def make_prompts(count: int, seed: int = 0) -> list[str]:
-    """`Compute a + b =` for random a and b."""
+    """Return prompts `Compute a + b =` for random a and b."""
     draw = random.Random(seed)
     return [f"Compute {draw.randint(0, 99)} + {draw.randint(0, 99)} =" for _ in range(count)]
 
 
+def write_prompts(path: Path, count: int, seed: int = 0) -> None:
+    """Write the prompts as rows of our data sets."""
+    lines = []
+    for text in make_prompts(count, seed):
+        row = {
+            "data_source": "digits",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def digit_share(text: str) -> float:
-    """Share of the characters that are digits: 0 for an untrained model's prose, 1 for digits
-    alone."""
+    """Return the share of the characters that are digits.
+
+    It is near 0 for an untrained model's prose, and 1 for digits alone.
+    """
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> float:
-    """`digit_share` as a reward function of ours."""
+    """Return `digit_share`, as a reward function of ours."""
     return digit_share(solution_str)
 
 
@@ -44,18 +59,16 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def medians(steps: Sequence[dict[str, float]], phases: Sequence[str]) -> dict[str, float]:
-    """Median seconds of `step`, of each phase and of the `rest`, over the counted steps.
+    """Return median seconds of `step`, of each phase and of the `rest`, over the counted steps.
 
     A phase that a step did not have took no time there.
     """
-    rows = [
-        {name: step.get(name, 0.0) for name in ("step", *phases)} for step in steps[WARMUP_STEPS:]
-    ]
-    for row in rows:
+    rows = []
+    for step in steps[WARMUP_STEPS:]:
+        row = {name: step.get(name, 0.0) for name in ("step", *phases)}
         row["rest"] = row["step"] - sum(row[name] for name in phases)
-    return {
-        name: statistics.median([row[name] for row in rows]) for name in ("step", *phases, "rest")
-    }
+        rows.append(row)
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def write_result(path: Path | None, result: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ the last quarter differ by more than three standard errors of the seeds.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -18,8 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parent / "examples/stories/run.sh"
+from runs import read_metrics
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples/stories/run.sh"
 LARGEST_KL = 1e-6
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -40,17 +40,23 @@ def steps_of(given: argparse.Namespace, engine: str, seed: str, folder: Path) ->
         ]
     environment = {**os.environ, "PYTHON": sys.executable, "KEYS": " ".join(keys)}
     # The report at its end expects validations, which these runs do without.
-    subprocess.run(
+    done = subprocess.run(
         [str(SCRIPT), str(given.model), str(folder), seed],
         env=environment,
         capture_output=True,
+        text=True,
         check=False,
     )
-    path = folder / f"seed_{seed}" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    run = folder / f"seed_{seed}"
+    lines = []
+    if (run / "metrics.jsonl").is_file():
+        lines = read_metrics(run)
     steps = [line for line in lines if "critic/score/mean" in line]
     if len(steps) != given.steps:
-        raise RuntimeError(f"{engine}, seed {seed}: {len(steps)} of {given.steps} steps")
+        raise SystemExit(
+            f"engines_learn.py: {engine}, seed {seed}: {len(steps)} of {given.steps} steps:\n"
+            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return steps
 
 

@@ -11,7 +11,6 @@ seconds.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from make_tiny_model import make_tokenizer
 from rollout_models import SHAPES
+from runs import read_metrics
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config.load import config_from_dict
@@ -225,9 +225,9 @@ def main() -> None:
         trainer.init_workers()
         print(f"trainer ready after {time.perf_counter() - started:.1f} s", flush=True)
         trainer.fit()
-        lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = read_metrics(folder / "run")
 
-    print_table([json.loads(line) for line in lines], arguments, name, parameters)
+    print_table(steps, arguments, name, parameters)
     print(f"total: {time.perf_counter() - started:.1f} s")
 
 

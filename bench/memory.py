@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from processes import run_limited
 from rollout_models import versions, write_config
 from tensordict import TensorDict
-from training_process import run_limited
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.config.load import config_from_dict

@@ -10,13 +10,13 @@ code 1 if success rises by less than 0.2 in some seed, or if a seed takes ten mi
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from processes import run_python
+from runs import as_hugging_face, read_metrics, validation_scores
 
 from verl.data.shapes import shapes_file
 from verl.models.shapes_model import save_shapes_model
@@ -41,19 +41,7 @@ REINFORCED = [
     "data.dataset_name=shapes",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.optim.lr=5e-4",
-    "trainer.val_before_train=True",
-    "trainer.num_threads=1",
-    'trainer.logger=["file"]',
 ]
-
-
-def run(*arguments: str) -> None:
-    """Run a Python program. Raises RuntimeError with its output if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr}")
 
 
 def supervised_start(folder: Path, seed: int, epochs: int) -> Path:
@@ -70,46 +58,25 @@ def supervised_start(folder: Path, seed: int, epochs: int) -> Path:
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={folder / 'sft'}",
     ]
-    run("-m", "verl.jobs.main_sft", *arguments)
-    step = halfway(folder / "sft" / "metrics.jsonl")
-    target = folder / "model"
-    local = folder / "sft" / f"global_step_{step}" / "actor"
-    places = ["--local_dir", str(local), "--target_dir", str(target)]
-    run("-m", "verl.jobs.main_merge", "merge", "--backend", "fsdp", *places)
-    return target
+    run_python(["-m", "verl.jobs.main_sft", *arguments])
+    step = halfway(folder / "sft")
+    return as_hugging_face(folder / "sft" / f"global_step_{step}", folder / "model")
 
 
-def halfway(metrics: Path) -> int:
+def halfway(folder: Path) -> int:
     """Return the first saved step whose latest losses show that counting has begun to be learnt.
 
     A model first learns to answer with a number, and guesses it by how full a picture is. Then,
     within about thirty steps that differ from seed to seed, it learns to compare colors.
     """
     losses: list[float] = []
-    for line in metrics.read_text().splitlines():
-        values = json.loads(line)
+    for values in read_metrics(folder):
         if "train/loss" in values:
             losses.append(values["train/loss"])
         latest = losses[-BETWEEN:]
         if len(losses) % BETWEEN == 0 and losses and sum(latest) / len(latest) < HALFWAY:
             return len(losses)
-    raise RuntimeError(f"The loss of {len(losses)} steps has not come below {HALFWAY}.")
-
-
-def success(folder: Path, model: Path, seed: int, steps: int) -> list[float]:
-    """Train with GRPO and return the success of every validation, the first before any update."""
-    arguments = [
-        *REINFORCED,
-        f"actor_rollout_ref.model.path={model}",
-        f"trainer.max_steps={steps}",
-        f"trainer.test_freq={steps}",
-        f"trainer.seed={seed}",
-        f"data.seed={seed}",
-        f"trainer.default_local_dir={folder}",
-    ]
-    run("-m", "verl.trainer.main_ppo", *arguments)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[SUCCESS] for line in lines if SUCCESS in line]
+    raise SystemExit(f"shapes.py: the loss of {len(losses)} steps has not come below {HALFWAY}.")
 
 
 def main() -> int:
@@ -127,8 +94,11 @@ def main() -> int:
     for seed in [int(seed) for seed in given.seeds.split(",")]:
         with tempfile.TemporaryDirectory() as place:
             begin = time.monotonic()
-            start = supervised_start(Path(place), seed, given.epochs)
-            scores = success(Path(place) / "grpo", start, seed, given.steps)
+            folder = Path(place)
+            start = supervised_start(folder, seed, given.epochs)
+            scores = validation_scores(
+                REINFORCED, folder / "grpo", SUCCESS, model=start, seed=seed, steps=given.steps
+            )
             seconds = time.monotonic() - begin
             before, after = scores[0], scores[-1]
             print(f"| {seed} | {before:.3f} | {after:.3f} | {seconds:.0f} |", flush=True)

@@ -18,7 +18,6 @@ batches. `python bench/stale_gradient.py` takes five minutes of one core.
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from async_cpu import command
-from digit_task import make_prompts
+from digit_task import write_prompts
 from torch import Tensor
 
 from verl.config.algorithm import RolloutCorrectionConfig
@@ -229,10 +228,8 @@ def main() -> None:
     os.environ |= {"BENCH_TURNS": str(given.turns), "BENCH_TOOL_S": "0"}
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        lines = []
-        for text in make_prompts(given.prompts * given.steps, given.seed):
-            lines.append(json.dumps({"prompt": [{"role": "user", "content": text}]}))
-        (Path(place) / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        prompts = Path(place) / "prompts.jsonl"
+        write_prompts(prompts, given.prompts * given.steps, given.seed)
         found, own = gradients(given, Path(place) / "run")
 
     print("| correction | cosine | size | one batch | ess |")

@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import write_model
+from processes import run_limited, run_side
 from rollout_models import SHAPES
 from rollout_work import parse_lengths
 from step_work import StepJob
-from training_process import run_limited
 
 HERE = Path(__file__).parent
 ENGINES = {
@@ -241,33 +241,23 @@ def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
 
 
 def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | str:
-    """Its result, or in one line why there is none."""
+    """Return the result of an engine, or one line that says why there is none."""
     if engine in NEEDS and importlib.util.find_spec(NEEDS[engine][0]) is None:
         package, install = NEEDS[engine]
         return f"the package {package} is not installed: {sys.executable} -m pip install {install}"
 
-    files = {suffix: arguments.out / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
-    make_job(arguments, engine).write(files["job.json"])
-    files["json"].unlink(missing_ok=True)
-    command = [
-        str(HERE / ENGINES[engine]),
-        "--job",
-        str(files["job.json"]),
-        "--json",
-        str(files["json"]),
-    ]
-
     limit_s = arguments.limit_s
     if engine == "verl":
         limit_s = arguments.verl_timeout + PEER_MARGIN_S  # it has a limit of its own
-    problem = run_limited(command, files["log"], limit_s=limit_s)
-    if problem and engine == "verl":
-        print_end(files["log"])
-    return problem or json.loads(files["json"].read_text(encoding="utf-8"))
+    job = make_job(arguments, engine)
+    result = run_side(ENGINES[engine], job, arguments.out, engine, limit_s=limit_s)
+    if isinstance(result, str) and engine == "verl":
+        print_end(arguments.out / f"{engine}.log")
+    return result
 
 
 def print_end(log: Path) -> None:
-    """The last lines of a log, for an error whose cause stands above its last line."""
+    """Print the last lines of a log, for an error whose cause stands above its last line."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     print(f"The end of {log}:", *lines[-END_OF_LOG:], sep="\n  ", flush=True)
 

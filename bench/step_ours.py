@@ -2,7 +2,6 @@
 by the trainer."""
 
 import argparse
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from gpu_step import RandomPrompts, even_share, make_config
 from rollout_models import versions
+from runs import read_metrics
 from step_work import StepJob, serve
 
 from verl.rollout import Request
@@ -64,8 +64,7 @@ def run(job: StepJob) -> dict[str, Any]:
     trainer.init_workers()
     impose_lengths(trainer.rollout_wg.worker.engine, job)
     trainer.fit()
-    text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    lines: list[dict[str, float]] = [json.loads(line) for line in text.splitlines()]
+    lines = read_metrics(folder / "run")
 
     return {
         "versions": versions(job.device),

@@ -4,24 +4,23 @@ The model and a tokenizer lie in `folder/model`. The lengths of responses are th
 `rollout_work.py`, drawn once and imposed on every step.
 """
 
-import argparse
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from processes import JobFile, side_arguments
 from rollout_work import draw_limits, parse_lengths
 
 SAMPLED_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepJob:
+class StepJob(JobFile):
     """All that one side has to do."""
 
     folder: str
@@ -60,13 +59,6 @@ class StepJob:
         """(prompts, samples): tokens of each response."""
         return draw_limits(self.lengths, self.rows, self.seed).reshape(self.prompts, self.samples)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> "StepJob":
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
 
 class DeviceMemory:
     """The most memory in use on the whole device, whoever allocated it, looked at every 20 ms."""
@@ -96,10 +88,7 @@ class DeviceMemory:
 def serve(run: Callable[[StepJob], dict[str, Any]], description: str | None) -> None:
     """The command line of a side: a job in a file, the result as JSON in another. `run` gives
     `versions`, `steps` with the seconds of every phase, and whatever else is worth a line."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--job", type=Path, required=True, help="file that step.py wrote")
-    parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    arguments = parser.parse_args()
+    arguments = side_arguments(description)
     job = StepJob.read(arguments.job)
     with DeviceMemory(job.torch_device) as memory:
         result = run(job)

@@ -1,7 +1,6 @@
 """Results of `async_timeslice.py`: means of the counted steps, and predictions of the simulator."""
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from rollout_work import draw_limits
+from runs import read_metrics
 from schedule_sim import costs_of
 
 from verl.diagnostics.proposal import LEAST_STEPS, MeasuredSteps
@@ -69,7 +69,7 @@ def read_lines(file: Path) -> list[Line]:
     """Return the metrics of the steps that ended."""
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return read_metrics(file.parent)
 
 
 def measured(given: argparse.Namespace, lines: Sequence[Line]) -> Measured | None:

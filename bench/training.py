@@ -39,12 +39,13 @@ import sys
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the FLOPs of the common part
 
 import torch
+from processes import run_side
 from rollout_models import FAMILIES, SHAPES, is_known, shape_of, write_config
 from rollout_work import parse_lengths
-from training_process import run_limited
 from training_work import Job
 
-HERE = Path(__file__).parent
+# As the trainer has it (`use_expandable_segments`).
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours": ("training_ours.py", {}),
     "ours-compiled": ("training_ours.py", {"compile": True}),
@@ -220,30 +221,6 @@ def make_job(
     )
 
 
-def run_engine(job: Job, engine: str, folder: Path, limit_s: float) -> dict[str, Any] | str:
-    """Its result, or in one line why there is none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {suffix: folder / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
-    job.write(files["job.json"])
-    files["json"].unlink(missing_ok=True)
-    command = [
-        str(HERE / ENGINES[engine][0]),
-        "--job",
-        str(files["job.json"]),
-        "--json",
-        str(files["json"]),
-    ]
-
-    # As the trainer has it (`use_expandable_segments`).
-    problem = run_limited(
-        command,
-        files["log"],
-        limit_s=limit_s,
-        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-    )
-    return problem or json.loads(files["json"].read_text(encoding="utf-8"))
-
-
 def row(engine: str, result: dict[str, Any]) -> str:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
@@ -298,7 +275,14 @@ def run_workload(
 
     for engine in arguments.engines:
         job = make_job(arguments, model, lengths, checkpointing, engine)
-        result = run_engine(job, engine, arguments.out / model / name, arguments.limit_s)
+        result = run_side(
+            ENGINES[engine][0],
+            job,
+            arguments.out / model / name,
+            engine,
+            limit_s=arguments.limit_s,
+            environment=ALLOCATOR,
+        )
         if isinstance(result, str):
             problems[engine] = result
             print(f"| {engine} | FAILED: {result} |", flush=True)

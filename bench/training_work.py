@@ -7,17 +7,16 @@ each row. Prompts and responses are equal for all sides, so are the weights: mea
 of the gradient must agree.
 """
 
-import argparse
 import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from processes import JobFile, side_arguments
 from rollout_models import random_model
 from rollout_work import draw_limits, parse_lengths
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -31,7 +30,7 @@ LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(JobFile):
     """All that one side has to do."""
 
     folder: str  # of the model's config.json
@@ -53,13 +52,6 @@ class Job:
     seed: int
     checkpointing_share: float = 1.0  # of the layers, which only ours can choose
     keep_gathered: bool = False  # ours: bf16 weights stay from pass to pass
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> "Job":
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class Row(NamedTuple):
@@ -234,10 +226,7 @@ class _Recorder:
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:
     """The command line of a side: a job in a file, the result as JSON in another."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--job", type=Path, required=True, help="file that training.py wrote")
-    parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    arguments = parser.parse_args()
+    arguments = side_arguments(description)
     job = Job.read(arguments.job)
     start = time.perf_counter()
     result = measure(make(job), job, start)

@@ -6,7 +6,6 @@ cProfile of those steps.
 
 import argparse
 import cProfile
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -16,7 +15,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 import transformers
-from digit_task import WARMUP_STEPS, add_task_arguments, make_prompts, medians, write_result
+from digit_task import WARMUP_STEPS, add_task_arguments, medians, write_prompts, write_result
+from runs import read_metrics
 
 from verl.config.load import config_from_dict
 from verl.protocol import DataProto
@@ -25,20 +25,8 @@ from verl.trainer.ppo_trainer import PPOTrainer
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "sync_weights")
 
 
-def write_prompts(path: Path, count: int) -> None:
-    rows = (
-        {
-            "data_source": "digits",
-            "prompt": [{"role": "user", "content": text}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-        }
-        for text in make_prompts(count)
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def make_config(arguments: argparse.Namespace, folder: Path) -> Any:
-    """GRPO with one update a batch and no KL, on the plain text of the prompts, as the peer."""
+    """Configure GRPO as the peer: one update a batch, no KL, the plain text of the prompts."""
     return config_from_dict(
         {
             "data": {
@@ -75,7 +63,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Any:
 
 
 def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """The metrics of every step."""
+    """Train, and return the metrics of every step."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_prompts(folder / "prompts.jsonl", arguments.prompts * arguments.steps)
@@ -83,16 +71,19 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
         trainer.init_workers()
         profile = profile_counted_steps(trainer) if arguments.profile else None
         trainer.fit()
-        lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_metrics(folder / "run")
     if profile is not None:
         profile.disable()
         profile.dump_stats(arguments.profile)
-    return [json.loads(line) for line in lines]
+    return lines
 
 
 def profile_counted_steps(trainer: PPOTrainer) -> cProfile.Profile:
-    """A profile that starts after the warm-up. Set on the object: a subclass with a `run_step` of
-    its own might read the old log-probs, so the trainer would compute them."""
+    """Start a profile after the warm-up.
+
+    `run_step` is replaced on the object: a subclass with a `run_step` of its own might read the old
+    log-probs, so the trainer would compute them.
+    """
     profile = cProfile.Profile()
     run_step = trainer.run_step
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_process import run_limited
+from processes import run_limited
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

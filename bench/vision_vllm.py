@@ -6,13 +6,11 @@ features of its tower, so the same pictures are drawn from twice: new, and once 
 prefix cache.
 """
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 # Before vllm reads them, see `rollout_vllm.py`.
@@ -22,10 +20,11 @@ os.environ.update(
 
 import numpy as np
 from PIL import Image
+from processes import JobFile, side_arguments
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class Job(JobFile):
     """The work of one rollout."""
 
     folder: str  # of the model, with its tokenizer and processor
@@ -38,9 +37,6 @@ class Job:
     picture_token: int
     response_tokens: int
     gpu_memory_utilization: float = 0.6
-
-    def write(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @property
     def rows(self) -> int:
@@ -116,14 +112,9 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args()
-    job = Job(**json.loads(given.job.read_text(encoding="utf-8")))
-    given.json.write_text(json.dumps(run(job)), encoding="utf-8")
+    given = side_arguments(__doc__)
+    result = run(Job.read(given.job))
+    given.json.write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":  # vLLM starts a process of its own, which imports this file again

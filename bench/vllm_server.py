@@ -38,6 +38,7 @@ from typing import Any
 import gpu_step
 import torch
 from rollout_models import SHAPES
+from runs import read_metrics
 
 from verl.config.rollout import EngineKwargsConfig
 from verl.protocol import DataProto
@@ -193,8 +194,7 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     if arguments.interleaved and rollout.in_process:
         alone = VLLMAlone(trainer.rollout_wg.worker, arguments, prompts)
     trainer.fit()
-    lines = (folder / engine / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines][1:]
+    steps = read_metrics(folder / engine)[1:]
     if name != "embedded":
         fleet = trainer.rollout_wg.worker.engine.fleet
         owner = fleet.members[0].server if rollout.in_process else fleet._restarter

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import step
 import training
 from gpu_step import write_model
+from processes import run_limited
 from rollout_models import SHAPES, write_config
 from training_hf import HF
 from training_ours import Ours
-from training_process import run_limited
 from training_torch import Torch
 from training_work import Job, draw_rows, measure, update_flops
 
