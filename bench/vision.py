@@ -26,11 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_limited
+from processes import run_limited, run_side
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -50,8 +51,6 @@ NAMES = ("text", "vision")
 LOGS = Path("outputs")
 LIMIT_S = 600.0
 VLLM_LIMIT_S = 300.0
-PROMPTS, SAMPLES, RESPONSE, TEXT = 32, 8, 1024, 64
-TOKEN_ROWS = 32  # rows and columns of the picture's tokens
 VOCABULARY = 151_936
 TEXT_3B: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -74,6 +73,27 @@ VISION_3B: dict[str, Any] = {
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
 TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The sizes of a step."""
+
+    prompts: int = 32
+    samples: int = 8
+    text_tokens: int = 64  # of a prompt, without its picture
+    response_tokens: int = 1024
+    token_rows: int = 32  # rows and columns of the picture's tokens
+
+    @property
+    def picture_tokens(self) -> int:
+        """Return the tokens of a picture."""
+        return self.token_rows**2
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of a prompt."""
+        return self.picture_tokens + self.text_tokens
 
 
 def make_models(folder: Path, names: Sequence[str], tiny: bool) -> dict[str, Path]:
@@ -125,18 +145,18 @@ def make_models(folder: Path, names: Sequence[str], tiny: bool) -> dict[str, Pat
 class Prompts:
     """Items as the trainer's own dataset makes them, of random tokens and pixels."""
 
-    def __init__(self, config: Any, image_token: int, has_pictures: bool) -> None:
+    def __init__(self, work: Work, config: Any, image_token: int, has_pictures: bool) -> None:
         draw = torch.Generator().manual_seed(1)
         self.items: list[dict[str, Any]] = []
-        count = TOKEN_ROWS**2
-        for number in range(PROMPTS):
-            ids = torch.randint(40, 500, (count + TEXT,), generator=draw).tolist()
+        count = work.picture_tokens
+        for number in range(work.prompts):
+            ids = torch.randint(40, 500, (work.prompt_tokens,), generator=draw).tolist()
             item: dict[str, Any] = {"raw_prompt": [], "index": number, "data_source": "bench"}
             if has_pictures:
                 ids[8 : 8 + count] = [image_token] * count
                 vision = config.vision_config
                 width = 3 * vision.temporal_patch_size * vision.patch_size**2
-                side = TOKEN_ROWS * vision.spatial_merge_size
+                side = work.token_rows * vision.spatial_merge_size
                 picture = Picture(
                     key=str(number),
                     token_ids=(image_token,) * count,
@@ -145,7 +165,7 @@ class Prompts:
                         "pixel_values": torch.randn(side * side, width, generator=draw),
                         "image_grid_thw": torch.tensor([[1, side, side]]),
                     },
-                    grid=(TOKEN_ROWS, TOKEN_ROWS),
+                    grid=(work.token_rows, work.token_rows),
                 )
                 item["prepared_pictures"] = (picture,)
             self.items.append({"raw_prompt_ids": ids, **item})
@@ -166,16 +186,16 @@ def reward(batch: Any, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def measure(folder: Path, name: str, steps: int, freeze: bool) -> dict[str, float]:
-    """Run steps of GRPO and return the seconds of the last one, by phase."""
+def make_trainer(folder: Path, name: str, work: Work, steps: int, freeze: bool) -> PPOTrainer:
+    """Make the trainer of one of the models, with prompts for it."""
     arguments = {
         "data.train_files": "unused",
-        "data.train_batch_size": PROMPTS,
-        "data.max_prompt_length": TOKEN_ROWS**2 + TEXT,
-        "data.max_response_length": RESPONSE,
+        "data.train_batch_size": work.prompts,
+        "data.max_prompt_length": work.prompt_tokens,
+        "data.max_response_length": work.response_tokens,
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": str(folder),
-        "actor_rollout_ref.rollout.n": SAMPLES,
+        "actor_rollout_ref.rollout.n": work.samples,
         "actor_rollout_ref.rollout.ignore_eos": True,
         "actor_rollout_ref.actor.optim.lr": 1e-6,
         "trainer.total_training_steps": steps,
@@ -183,16 +203,21 @@ def measure(folder: Path, name: str, steps: int, freeze: bool) -> dict[str, floa
         "actor_rollout_ref.actor.freeze_vision_tower": freeze and name == "vision",
     }
     tokenizer = make_tokenizer()
-    image = tokenizer.convert_tokens_to_ids(VISION[1])
-    config: Any = AutoModelForCausalLM if name == "text" else Qwen2_5_VLConfig
-    loaded = None if name == "text" else config.from_pretrained(folder)
+    image: Any = tokenizer.convert_tokens_to_ids(VISION[1])
+    has_pictures = name == "vision"
+    config = Qwen2_5_VLConfig.from_pretrained(folder) if has_pictures else None
     trainer = PPOTrainer(
         arguments,
         tokenizer=tokenizer,
         reward_fn=reward,
-        train_dataset=Prompts(loaded, image, name == "vision"),
+        train_dataset=Prompts(work, config, image, has_pictures),
     )
     trainer.init_workers()
+    return trainer
+
+
+def measure(trainer: PPOTrainer, name: str, steps: int) -> dict[str, float]:
+    """Run steps of GRPO and return the seconds of the last one, by phase."""
     patches = {"trainer": 0, "rollout": 0}
     if name == "vision":
         count_patches(trainer, patches)
@@ -237,26 +262,24 @@ def count_patches(trainer: Any, patches: dict[str, int]) -> None:
         tower.register_forward_hook(count)
 
 
-def measure_vllm(folder: Path, tiny: bool) -> dict[str, float]:
+def measure_vllm(folder: Path, work: Work, tiny: bool) -> dict[str, float]:
     """Return the seconds of vLLM's rollouts of the vision model, in a process of its own."""
     config = Qwen2_5_VLConfig.from_pretrained(folder)
     vision: Any = config.vision_config
     job = Job(
         folder=str(folder),
         dtype="float32" if tiny else "bfloat16",
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        text_tokens=TEXT,
-        picture_tokens=TOKEN_ROWS**2,
-        picture_side=TOKEN_ROWS * vision.spatial_merge_size * vision.patch_size,
+        prompts=work.prompts,
+        samples=work.samples,
+        text_tokens=work.text_tokens,
+        picture_tokens=work.picture_tokens,
+        picture_side=work.token_rows * vision.spatial_merge_size * vision.patch_size,
         picture_token=config.image_token_id,
-        response_tokens=RESPONSE,
+        response_tokens=work.response_tokens,
     )
-    job_file, result = folder.parent / "vllm.job.json", folder.parent / "vllm.json"
-    job.write(job_file)
-    script = Path(__file__).parent / "vision_vllm.py"
-    command = [str(script), "--job", str(job_file), "--json", str(result)]
-    found = run_apart("vllm", command, result, VLLM_LIMIT_S)
+    found = run_side("vision_vllm.py", job, LOGS, "vision_vllm", limit_s=VLLM_LIMIT_S)
+    if isinstance(found, str):
+        raise SystemExit(f"vision.py: 'vllm' gave no result: {found}")
     print(found["versions"])
     return found["seconds"]
 
@@ -265,12 +288,7 @@ def measure_apart(folder: Path, name: str, arguments: Sequence[str]) -> dict[str
     """Run `measure` in a process of its own, with the arguments of this one."""
     result = folder.with_suffix(".json")
     command = [__file__, *arguments, "--only", name, "--folder", str(folder), "--json", str(result)]
-    return run_apart(name, command, result, LIMIT_S)
-
-
-def run_apart(name: str, command: Sequence[str], result: Path, limit_s: float) -> Any:
-    """Run a script that writes `result`, and return what it wrote."""
-    problem = run_limited(command, LOGS / f"vision_{name}.log", limit_s=limit_s)
+    problem = run_limited(command, LOGS / f"vision_{name}.log", limit_s=LIMIT_S)
     if problem:
         raise SystemExit(f"vision.py: '{name}' gave no result: {problem}")
     return json.loads(result.read_text(encoding="utf-8"))
@@ -282,53 +300,66 @@ def show(name: str, seconds: dict[str, float]) -> None:
     print(f"{name}: {shown}", flush=True)
 
 
-def main() -> int:
-    global PROMPTS, RESPONSE, TOKEN_ROWS
+def parse_arguments() -> argparse.Namespace:
+    usual = Work().response_tokens
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--response-tokens", type=int, default=RESPONSE, help=f"[{RESPONSE}]")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")
+    parser.add_argument("--steps", type=int, default=3, help="the last one counts [3]")
+    parser.add_argument("--response-tokens", type=int, default=usual, help=f"[{usual}]")
     parser.add_argument("--only", choices=NAMES, help="measure one model")
     parser.add_argument("--freeze", action="store_true", help="do not train the vision tower")
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's rollout, too")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a process of its own
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
+
     given = parser.parse_args()
-    RESPONSE = given.response_tokens
-    if given.tiny:
-        PROMPTS, RESPONSE, TOKEN_ROWS = 4, 8, 4
-
-    if given.json is not None:
-        result = measure(given.folder, given.only, given.steps, given.freeze)
-        given.json.write_text(json.dumps(result), encoding="utf-8")
-        return 0
-    if given.vllm and given.only == "text":
+    if given.vllm and given.only == "text" and given.json is None:
         parser.error("--vllm measures the vision model: leave out --only text.")
+    given.work = Work(response_tokens=given.response_tokens)
+    if given.tiny:
+        given.work = Work(prompts=4, response_tokens=8, token_rows=4)
+    return given
 
+
+def measure_all(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measure the models, each in a process of its own, and print each result."""
     place = Path(tempfile.mkdtemp())
     names = NAMES if given.only is None else (given.only,)
     results = {}
     try:
         folders = make_models(place, names, given.tiny)
         if given.vllm:
-            results["vllm"] = measure_vllm(folders["vision"], given.tiny)
+            results["vllm"] = measure_vllm(folders["vision"], given.work, given.tiny)
             show("vllm", results["vllm"])
         for name in names:
             results[name] = measure_apart(folders[name], name, sys.argv[1:])
             show(name, results[name])
     finally:
         shutil.rmtree(place)
+    return results
 
-    print(f"patches of one pass over the pictures: {PROMPTS * (2 * TOKEN_ROWS) ** 2}")
+
+def main() -> int:
+    given = parse_arguments()
+    work: Work = given.work
+    if given.json is not None:
+        trainer = make_trainer(given.folder, given.only, work, given.steps, given.freeze)
+        result = measure(trainer, given.only, given.steps)
+        given.json.write_text(json.dumps(result), encoding="utf-8")
+        return 0
+
+    results = measure_all(given)
+    print(f"patches of one pass over the pictures: {work.prompts * (2 * work.token_rows) ** 2}")
     if given.vllm and "vision" in results:
         ratio = results["vllm"]["new pictures"] / results["vision"]["gen"]
         print(f"vLLM's rollout of new pictures takes {ratio:.2f} times as long as ours")
     if not results.keys() >= {"text", "vision"}:
         return 0
+
     ratio = results["vision"]["step"] / results["text"]["step"]
-    print(f"{RESPONSE} response tokens, step time with pictures: {ratio:.2f} of text")
+    print(f"{work.response_tokens} response tokens, step time with pictures: {ratio:.2f} of text")
     return 0 if ratio <= GOAL else 1
 
 
