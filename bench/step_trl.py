@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer in transformers mode at the work of `step.py`, which starts this script; the
-device waits for every phase to end. Needs `pip install trl`.
+"""TRL's GRPOTrainer in transformers mode at the work of `step.py`, which starts this script.
 
-All responses get the longest length: TRL has no limit for each sample, and would pad to it. Prompts
-are digits, each a token of its own.
+The clock of a phase waits until the device is done. All responses get the longest length: TRL has
+no limit for each sample, and would pad to it. Prompts are digits, each a token of its own. Needs
+`pip install trl`.
 """
 
 import functools
@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trl_peer import Stopwatch  # first: it sets what the libraries below read
+from trl_peer import (  # first: it sets what the libraries below read
+    ALGORITHM,
+    NO_REPORTS,
+    Stopwatch,
+)
 
 # isort: split
 import numpy as np
@@ -19,7 +23,7 @@ import torch
 import trl
 from datasets import Dataset
 from rollout_models import versions
-from step_work import StepJob, serve
+from step_work import StepJob, digit_prompts, serve
 from training_work import CLIP_NORM, LEARNING_RATE, synchronize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -66,38 +70,28 @@ class DeviceStopwatch(Stopwatch):
 
 
 def make_config(job: StepJob, folder: Path) -> GRPOConfig:
-    """The same algorithm as ours: one update a batch, no KL. Micro-batches of as many rows as fit
-    into micro_tokens, padded to the longest."""
+    """Configure TRL. A micro-batch has as many rows as fit into micro_tokens, each padded."""
     micro_rows = max(1, job.micro_tokens // (job.prompt_tokens + job.longest))
     while job.rows % micro_rows:
         micro_rows -= 1
     return GRPOConfig(
+        **ALGORITHM,
+        **NO_REPORTS,
         output_dir=str(folder),
         use_cpu=job.device == "cpu",
         bf16=job.device == "cuda",  # autocast over fp32 parameters
         gradient_checkpointing=job.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         seed=job.seed,
-        shuffle_dataset=False,
         per_device_train_batch_size=micro_rows,
         gradient_accumulation_steps=job.rows // micro_rows,
         num_generations=job.samples,
         max_completion_length=job.longest,
         generation_kwargs={"min_new_tokens": job.longest},
-        temperature=1.0,
         top_k=0,
-        beta=0.0,
-        loss_type="grpo",
-        scale_rewards="group",
-        num_iterations=1,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
         max_grad_norm=CLIP_NORM,
         max_steps=job.steps,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
     )
 
 
@@ -113,14 +107,7 @@ def run(job: StepJob) -> dict[str, Any]:
         Path(job.folder) / "model", dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(Path(job.folder) / "model")
-    digits = np.random.default_rng(job.seed).integers(
-        10, size=(job.prompts * job.steps, job.prompt_tokens)
-    )
-
-    prompts = ["".join(map(str, row)) for row in digits]
-    num_tokens = len(tokenizer(prompts[0])["input_ids"])
-    if num_tokens != job.prompt_tokens:
-        raise RuntimeError(f"a prompt of {job.prompt_tokens} digits has {num_tokens} tokens")
+    prompts = digit_prompts(job, tokenizer)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=watch.timing("reward", even_share),
@@ -130,16 +117,15 @@ def run(job: StepJob) -> dict[str, Any]:
         callbacks=[watch],
     )
 
-    trainer.compute_loss = watch.timing("loss_forward", trainer.compute_loss)
-    trainer.accelerator.backward = watch.timing("backward", trainer.accelerator.backward)
-    model.generate = watch.timing("gen", model.generate)
-    # outside generate and compute_loss: old log-probs
-    model.forward = watch.timing("log_probs", model.forward)
+    watch.attach(trainer, model)
     trainer.train()
-    steps = [
-        {row: sum(line.get(name, 0.0) for name in names) for row, names in ROWS.items()}
-        for line in watch.steps
-    ]
+
+    steps = []
+    for line in watch.steps:
+        seconds = {}
+        for row, names in ROWS.items():
+            seconds[row] = sum(line.get(name, 0.0) for name in names)
+        steps.append(seconds)
 
     return {
         "versions": f"trl {trl.__version__}, {versions(job.device)}",

@@ -26,8 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from step_work import StepJob, serve
+from step_work import StepJob, digit_prompts, serve
 from training_work import CLIP_NORM, LEARNING_RATE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -190,13 +189,6 @@ def write_inputs(job: StepJob, folder: Path) -> None:
     (model / "tokenizer_config.json").unlink()
     (model / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
-    draw = np.random.default_rng(job.seed)
-    digits = draw.integers(10, size=(job.prompts * job.steps, job.prompt_tokens))
-    prompts = ["".join(map(str, row)) for row in digits]
-    num_tokens = len(tokenizer(prompts[0])["input_ids"])
-    if num_tokens != job.prompt_tokens:
-        raise RuntimeError(f"a prompt of {job.prompt_tokens} digits has {num_tokens} tokens")
-
     rows = [
         {
             "data_source": "digits",
@@ -205,7 +197,7 @@ def write_inputs(job: StepJob, folder: Path) -> None:
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": index},
         }
-        for index, prompt in enumerate(prompts)
+        for index, prompt in enumerate(digit_prompts(job, tokenizer))
     ]
     pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")

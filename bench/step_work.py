@@ -1,4 +1,4 @@
-"""What every side of `step.py` does: one GRPO step on the same model, prompts and response lengths.
+"""The work of every side of `step.py`: GRPO steps with the same model and response lengths.
 
 The model and a tokenizer lie in `folder/model`. The lengths of responses are those of
 `rollout_work.py`, drawn once and imposed on every step.
@@ -21,7 +21,7 @@ SAMPLED_EVERY_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob(JobFile):
-    """All that one side has to do."""
+    """The work of one side."""
 
     folder: str
     device: str
@@ -56,8 +56,23 @@ class StepJob(JobFile):
         return torch.device(self.device)
 
     def limits(self) -> NDArray[np.int64]:
-        """(prompts, samples): tokens of each response."""
+        """Return the number of tokens (prompts, samples) of each response."""
         return draw_limits(self.lengths, self.rows, self.seed).reshape(self.prompts, self.samples)
+
+
+def digit_prompts(job: StepJob, tokenizer: Any) -> list[str]:
+    """Return the prompts of all steps for a side that takes text: digits, each a token of its own.
+
+    Raises RuntimeError if the tokenizer makes other tokens of them.
+    """
+    draw = np.random.default_rng(job.seed)
+    digits = draw.integers(10, size=(job.prompts * job.steps, job.prompt_tokens))
+    prompts = ["".join(map(str, row)) for row in digits]
+
+    num_tokens = len(tokenizer(prompts[0])["input_ids"])
+    if num_tokens != job.prompt_tokens:
+        raise RuntimeError(f"a prompt of {job.prompt_tokens} digits has {num_tokens} tokens")
+    return prompts
 
 
 class DeviceMemory:
@@ -86,8 +101,10 @@ class DeviceMemory:
 
 
 def serve(run: Callable[[StepJob], dict[str, Any]], description: str | None) -> None:
-    """The command line of a side: a job in a file, the result as JSON in another. `run` gives
-    `versions`, `steps` with the seconds of every phase, and whatever else is worth a line."""
+    """Run the job that the command line names, and write its result as JSON.
+
+    `run` returns `versions`, `steps` with the seconds of every phase, and further values to print.
+    """
     arguments = side_arguments(description)
     job = StepJob.read(arguments.job)
     with DeviceMemory(job.torch_device) as memory:

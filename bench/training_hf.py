@@ -1,5 +1,8 @@
-"""The same step in plain transformers, as TRL's trainer does it: padded rows, sdpa, bf16 autocast
-over fp32 parameters, logits of all response tokens in fp32. `training.py` starts this script."""
+"""Plain transformers at the work of `training.py`, which starts this script; as TRL's trainer.
+
+Rows are padded, attention is sdpa, parameters are fp32 under bf16 autocast, and the logits of all
+response tokens are fp32.
+"""
 
 import os
 import sys
@@ -13,12 +16,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the FLOPs of
 import torch
 from rollout_models import versions
 from torch import Tensor
-from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
+from training_work import (
+    CLIP_NORM,
+    LEARNING_RATE,
+    Job,
+    Numbers,
+    Row,
+    padded,
+    serve,
+    trained_model,
+)
 
 
 class Plain:
-    """What the sides without our engine share: a model of transformers, AdamW over what is trained
-    of it, clipping."""
+    """A base of the sides without our engine: a model of transformers, AdamW, clipping."""
 
     model: Any
 
@@ -45,8 +56,7 @@ class Plain:
 
 
 class HF(Plain):
-    """A `Side`. A micro-batch has as many rows as fit into `micro_tokens` tokens, padding
-    included."""
+    """A `Side`. A micro-batch has as many rows as fit into `micro_tokens`, padding included."""
 
     def __init__(self, job: Job) -> None:
         self.versions = versions(job.device)
@@ -83,17 +93,9 @@ class HF(Plain):
         return torch.tensor([row.advantage for row in rows], device=self.device)
 
     def _log_probs(self, rows: list[Row], *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """(b, R) log-probs and mask of the responses, padded on the right."""
-        width = max(len(row.prompt) for row in rows)
-        longest = max(len(row.response) for row in rows)
-        ids = torch.zeros(len(rows), width + longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-
-        for number, row in enumerate(rows):
-            real = slice(width - len(row.prompt), width + len(row.response))
-            ids[number, real] = torch.cat([row.prompt, row.response])
-            mask[number, real] = 1
-
+        """Return log-probs and mask (b, R) of the responses, padded on the right."""
+        ids, mask, width = padded(rows)
+        longest = ids.shape[1] - width
         ids = ids.to(self.device)
         mask = mask.to(self.device)
         with autocast(self.device):
@@ -121,12 +123,12 @@ def policy_loss(log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Tenso
 
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 on CUDA; on CPU the script is only tried, in the dtype of the parameters."""
+    """Return bf16 autocast on CUDA. A CPU only tries the script, in the parameters' dtype."""
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def with_lora(model: Any, rank: int) -> Any:
-    """peft's adapters on all linear layers but the head, in fp32, within the module itself."""
+    """Add peft's adapters in fp32 to all linear layers but the head, within the module itself."""
     if not rank:
         return model
     import peft

@@ -1,5 +1,7 @@
-"""Our training engine at the work of `training.py`, which starts this script: AdamW, FSDP2 over a
-mesh of one."""
+"""Our training engine at the work of `training.py`, which starts this script.
+
+It trains by AdamW and FSDP2 over a mesh of one.
+"""
 
 import os
 import sys
@@ -13,7 +15,16 @@ import numpy as np
 import torch
 from rollout_models import versions
 from tensordict import TensorDict
-from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
+from training_work import (
+    CLIP_NORM,
+    LEARNING_RATE,
+    Job,
+    Numbers,
+    Row,
+    padded,
+    serve,
+    trained_model,
+)
 
 from verl.config import ActorConfig, FSDPConfig, OptimConfig
 from verl.distributed.fsdp import full_tensor
@@ -98,21 +109,10 @@ class Ours:
 
 
 def as_batch(rows: list[Row]) -> DataProto:
-    """The columns that a rollout and an advantage estimator leave: prompts padded left, responses
-    right."""
-    prompt_width = max(len(row.prompt) for row in rows)
-    response_width = max(len(row.response) for row in rows)
-    ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    advantages = torch.zeros(len(rows), response_width)
-
-    for number, row in enumerate(rows):
-        real = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
-        ids[number, real] = torch.cat([row.prompt, row.response])
-        mask[number, real] = 1
-        advantages[number] = row.advantage
-
+    """Return the columns that a rollout and an advantage estimator leave."""
+    ids, mask, prompt_width = padded(rows)
     response_mask = mask[:, prompt_width:]
+    advantages = torch.tensor([[row.advantage] for row in rows])
     columns = {
         "input_ids": ids,
         "attention_mask": mask,

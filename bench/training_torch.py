@@ -1,6 +1,8 @@
-"""The best that torch and transformers alone give: rows packed for `varlen_attn`, every layer
-compiled, log-probs in recomputed chunks, fused AdamW, bf16 autocast over fp32 parameters.
-`training.py` starts this script."""
+"""The best that torch and transformers alone give at the work of `training.py`.
+
+Rows are packed for `varlen_attn`, every layer is compiled, log-probs come in recomputed chunks,
+AdamW is fused, and parameters are fp32 under bf16 autocast. `training.py` starts this script.
+"""
 
 import os
 import sys
@@ -24,7 +26,7 @@ from training_work import Job, Numbers, Row, serve, trained_model
 from transformers import AttentionInterface
 
 CHUNK_LOGITS = 2**27
-# torch 2.11 counts the heads itself, later releases want to be told.
+# torch 2.11 finds grouped heads by itself, later releases have an argument for them.
 GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -38,7 +40,7 @@ def packed_varlen(
     attention_mask: Tensor | None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """(1, H, N, D) each -> (1, N, H, D), causal within each sequence of `cu_seq_lens_q`."""
+    """Return attention (1, N, H, D) of (1, H, N, D), causal within each sequence."""
     ends = asked["cu_seq_lens_q"]
     longest = asked["max_length_q"]
     # Autocast leaves RoPE in fp32, and does not know varlen_attn.
@@ -65,7 +67,7 @@ def packed_varlen(
 
 @torch.compiler.disable
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """The same on CPU, which has no such kernel: to try the script."""
+    """Do the same on a CPU, which has no such kernel: to try the script."""
     sizes = ends.diff().tolist()
     parts = [
         F.scaled_dot_product_attention(
@@ -122,7 +124,7 @@ class Torch(Plain):
         return float(total) / sum(len(row.response) for row in rows)
 
     def _parts(self, rows: list[Row]) -> list[list[Row]]:
-        """Longest first, each to the first micro-batch that has room."""
+        """Pack rows, longest first, each into the first micro-batch that has room."""
         parts: list[list[Row]] = []
         room: list[int] = []
         for row in sorted(rows, key=lambda row: -row.length):
@@ -137,7 +139,7 @@ class Torch(Plain):
         return parts
 
     def _log_probs(self, part: list[Row], rows: list[Row]) -> Tensor:
-        """(M,) of the response tokens of `part`, in order."""
+        """Return log-probs (M,) of the response tokens of `part`, in order."""
         ids = torch.cat([piece for row in part for piece in (row.prompt, row.response)])
         positions = torch.cat([torch.arange(row.length) for row in part])
         starts = [0, *accumulate(row.length for row in part)]

@@ -1,4 +1,4 @@
-"""What every side of `training.py` trains on, and how it is timed.
+"""The work of every side of `training.py`: rows to train on, and the timing.
 
 A mini-batch is rows of random tokens, prompt and response, of about `tokens` tokens in all;
 `lengths` says how long a row is, in the words of `rollout_work.py`. The loss is the policy gradient
@@ -31,7 +31,7 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFile):
-    """All that one side has to do."""
+    """The work of one side."""
 
     folder: str  # of the model's config.json
     device: str
@@ -67,37 +67,39 @@ class Row(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a pass says of itself, to compare the sides: means over all response tokens."""
+    """Results of a pass by which sides are compared: means over all response tokens."""
 
     loss: float
     log_prob: float
 
 
 class Side(Protocol):
-    """One engine with its model, ready to train on rows. Its calls return when the device is
-    done."""
+    """One engine with its model, ready to train on rows.
+
+    Its calls return when the device is done.
+    """
 
     versions: str
 
     def gradients(self, rows: list[Row]) -> Numbers:
-        """Gradients of the whole mini-batch, from zero."""
+        """Compute the gradients of the whole mini-batch, from zero."""
         ...
 
     def norm(self) -> float:
-        """L2 norm of the gradients that are there now. Not timed."""
+        """Return the L2 norm of the current gradients. Not timed."""
         ...
 
     def step(self) -> float:
-        """Clip, step, and drop the gradients; their norm before."""
+        """Clip, step, and drop the gradients. Return their norm before the clipping."""
         ...
 
     def log_probs(self, rows: list[Row]) -> float:
-        """The log-prob pass; the mean log-prob of the response tokens."""
+        """Run the log-prob pass. Return the mean log-prob of the response tokens."""
         ...
 
 
 def draw_rows(job: Job) -> list[Row]:
-    """Whole prompts of `samples` rows, as many as fit into `tokens` tokens, at least one."""
+    """Draw whole prompts of `samples` rows, as many as fit into `tokens` tokens, at least one."""
     _, longest = parse_lengths(job.lengths)
     lengths = draw_limits(
         job.lengths, max(job.samples, 4 * job.tokens // longest * job.samples), job.seed
@@ -123,8 +125,28 @@ def draw_rows(job: Job) -> list[Row]:
     return rows
 
 
+def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Pad prompts on the left and responses on the right.
+
+    Returns:
+        Token ids and mask (B, P + R), and P, the longest prompt.
+    """
+    prompt_width = max(len(row.prompt) for row in rows)
+    response_width = max(len(row.response) for row in rows)
+    ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        real = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
+        ids[number, real] = torch.cat([row.prompt, row.response])
+        mask[number, real] = 1
+    return ids, mask, prompt_width
+
+
 def trained_model(job: Job) -> PreTrainedModel:
-    """The random model with fp32 parameters; with LoRA on CUDA its frozen weights stay bf16."""
+    """Return the random model with fp32 parameters.
+
+    With LoRA on CUDA its frozen weights stay bf16.
+    """
     model = random_model(job.folder, job.device)
     return model if job.lora else model.float()
 
@@ -135,9 +157,11 @@ def synchronize(device: str) -> None:
 
 
 def update_flops(job: Job, rows: list[Row]) -> tuple[float, float]:
-    """Model FLOPs of an update and of a log-prob pass: the head counts at response tokens alone,
-    causal attention at its pairs, recomputation not at all. Frozen weights (LoRA) have no gradient
-    of their own."""
+    """Return model FLOPs of an update and of a log-prob pass.
+
+    The head counts at response tokens alone, causal attention at its pairs, recomputation not at
+    all. Frozen weights (LoRA) have no gradient of their own.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
     lengths = [row.length for row in rows]
@@ -151,8 +175,10 @@ def update_flops(job: Job, rows: list[Row]) -> tuple[float, float]:
 
 
 def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
-    """A warm-up with all phases, then the timed repeats; seconds are the best of them, peaks the
-    highest."""
+    """Run a warm-up with all phases, then the timed repeats.
+
+    Seconds are the best of the repeats, peaks the highest.
+    """
     rows = draw_rows(job)
     recorder = _Recorder(job.device)
     before = side.log_probs(rows)
@@ -225,7 +251,7 @@ class _Recorder:
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:
-    """The command line of a side: a job in a file, the result as JSON in another."""
+    """Measure the job that the command line names, and write the result as JSON."""
     arguments = side_arguments(description)
     job = Job.read(arguments.job)
     start = time.perf_counter()

@@ -24,6 +24,22 @@ from digit_task import add_task_arguments, digit_share, make_prompts, medians, w
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+# The same algorithm as ours: one update a batch, no KL, advantages over the group's deviation.
+ALGORITHM: dict[str, Any] = {
+    "shuffle_dataset": False,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "loss_type": "grpo",
+    "scale_rewards": "group",
+    "num_iterations": 1,
+    "lr_scheduler_type": "constant",
+}
+NO_REPORTS: dict[str, Any] = {
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+}
 PHASES = ("gen", "reward", "log_probs", "loss_forward", "backward", "optimizer")
 
 
@@ -38,8 +54,10 @@ class Stopwatch(TrainerCallback):
         self.inside: list[str] = []
 
     def timing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, adding its time to `name`; a call within another timed call belongs to the
-        outer one."""
+        """Return `function`, which adds its time to `name`.
+
+        A call within another timed call belongs to the outer one.
+        """
 
         @functools.wraps(function)  # transformers looks at the parameters of `forward`
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +72,14 @@ class Stopwatch(TrainerCallback):
                 self.now[name] = self.now.get(name, 0.0) + time.perf_counter() - start
 
         return timed
+
+    def attach(self, trainer: GRPOTrainer, model: Any) -> None:
+        """Time the phases of `trainer`, which trains `model`."""
+        trainer.compute_loss = self.timing("loss_forward", trainer.compute_loss)
+        trainer.accelerator.backward = self.timing("backward", trainer.accelerator.backward)
+        model.generate = self.timing("gen", model.generate)
+        # outside generate and compute_loss: old log-probs
+        model.forward = self.timing("log_probs", model.forward)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.now = {}
@@ -76,33 +102,22 @@ class Stopwatch(TrainerCallback):
 
 
 def make_config(arguments: argparse.Namespace, folder: str) -> GRPOConfig:
-    """The same algorithm as ours: one update a batch, no KL, advantages over the group's standard
-    deviation."""
     return GRPOConfig(
+        **ALGORITHM,
+        **NO_REPORTS,
         output_dir=folder,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         seed=0,
-        shuffle_dataset=False,
         per_device_train_batch_size=arguments.prompts * arguments.samples,
         gradient_accumulation_steps=1,
         num_generations=arguments.samples,
         max_completion_length=arguments.new,
         generation_kwargs={"min_new_tokens": arguments.new},
-        temperature=1.0,
-        beta=0.0,
-        loss_type="grpo",
-        scale_rewards="group",
-        num_iterations=1,
         learning_rate=arguments.lr,
-        lr_scheduler_type="constant",
         max_grad_norm=1.0,
         max_steps=arguments.steps,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
     )
 
 
@@ -123,11 +138,7 @@ def train(arguments: argparse.Namespace, folder: str, watch: Stopwatch) -> None:
         processing_class=AutoTokenizer.from_pretrained(arguments.model),
         callbacks=[watch],
     )
-    trainer.compute_loss = watch.timing("loss_forward", trainer.compute_loss)
-    trainer.accelerator.backward = watch.timing("backward", trainer.accelerator.backward)
-    model.generate = watch.timing("gen", model.generate)
-    # outside generate and compute_loss: old log-probs
-    model.forward = watch.timing("log_probs", model.forward)
+    watch.attach(trainer, model)
     trainer.train()
 
 
