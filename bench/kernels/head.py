@@ -1,8 +1,8 @@
-"""Log-probs of a head without logits beside those of chunks of logits and beside the product alone,
-on one CUDA device.
+"""Log-probs of a head that keeps no logits, on one CUDA device.
 
-Hidden states and head of Qwen2.5-1.5B, without gradients. All are called in turn; the median of a
-dozen rounds.
+Compares it with chunks of logits, and with the product of states and head alone. Hidden states and
+head have the shape of Qwen2.5-1.5B, without gradients. All are called in turn, and the median of a
+dozen rounds counts.
 """
 
 import statistics
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# the package beside us, installed or not
+# the package of this repository, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -37,39 +37,46 @@ def main() -> None:
         for part in hidden.split(rows):
             torch.mm(part, weight.t(), out_dtype=torch.float32, out=logits[: len(part)])
 
-    def log_probs(fused: bool, entropy: bool) -> Callable[[], torch.Tensor]:
+    def log_probs(*, fused: bool = False, entropy: bool = False) -> Callable[[], torch.Tensor]:
         def work() -> torch.Tensor:
             logprobs.fused_head = lambda device: fused
             return token_log_probs(hidden, weight, targets, entropy=entropy)[0]
 
         return work
 
-    works = {"product alone": product} | {
-        f"{'fused' if fused else 'in chunks'}{', entropies' if entropy else ''}": log_probs(
-            fused, entropy
-        )
-        for fused in (False, True)
-        for entropy in (False, True)
+    works: dict[str, Callable[[], object]] = {
+        "product alone": product,
+        "in chunks": log_probs(),
+        "in chunks, entropies": log_probs(entropy=True),
+        "fused": log_probs(fused=True),
+        "fused, entropies": log_probs(fused=True, entropy=True),
     }
-    difference = (works["fused"]() - works["in chunks"]()).abs().max().item()
-    for what, taken in in_turn(works).items():
-        tflops = 2 * TOKENS * HIDDEN * VOCABULARY / taken / 1e9
-        print(f"{what:<22} {taken:6.2f} ms, {tflops:4.0f} TFLOP/s")
-    print(f"largest difference of a log-prob: {difference:.1e}")
+    difference = log_probs(fused=True)() - log_probs()()
+    for name, milliseconds in in_turn(works).items():
+        tflops = 2 * TOKENS * HIDDEN * VOCABULARY / milliseconds / 1e9
+        print(f"{name:<22} {milliseconds:6.2f} ms, {tflops:4.0f} TFLOP/s")
+    print(f"largest difference of a log-prob: {difference.abs().max().item():.1e}")
 
 
 def in_turn(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each."""
-    taken = {what: list[float]() for what in works}
-    for what, work in [*works.items()] * (ROUNDS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(CALLS):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        taken[what].append(start.elapsed_time(end) / CALLS)
-    return {what: statistics.median(values[1:]) for what, values in taken.items()}
+    """Return the milliseconds of each, a median of rounds after the first."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS + 1):
+        for name, work in works.items():
+            taken[name].append(milliseconds_of(work))
+    return {name: statistics.median(values[1:]) for name, values in taken.items()}
+
+
+def milliseconds_of(work: Callable[[], object]) -> float:
+    """Return the mean milliseconds of a few calls."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(CALLS):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / CALLS
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Decode attention over a paged cache on one CUDA device: keys and values read once, as a share of
-what memory gives.
+"""Decode attention over a paged cache, as a share of the memory bandwidth of one CUDA device.
 
 Rows have between 256 and 1,280 keys, evenly. The pages of several layers interleave, as in the
 engine, and a CUDA graph computes each layer once, so that no key is found in the L2 cache. For
 every shape and batch the best launches of a sweep are printed, then how far each launch is from the
-best over all batches: what defaults are chosen by.
+best over all batches, by which defaults are chosen.
 
 Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
 it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
@@ -21,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# the package beside us, installed or not
+# the package of this repository, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -101,7 +100,7 @@ class Batch:
         self.workspace = split_workspace(rows, shape.heads, shape.dim, 64, "cuda")
 
     def attend(self, **settings: Any) -> None:
-        """All layers once."""
+        """Compute all layers once."""
         for layer in range(self.layers):
             keys, values = self.cache[:, layer].unbind(1)
             key_scales = value_scales = None
@@ -124,7 +123,7 @@ class Batch:
             )
 
     def microseconds(self, **settings: Any) -> float:
-        """One layer, or infinity where the launch does not fit on a multiprocessor."""
+        """Return the time of one layer; infinity where the launch does not fit on an SM."""
         try:
             return graph_seconds(lambda: self.attend(**settings)) / self.layers * 1e6
         except OutOfResources:
@@ -132,7 +131,7 @@ class Batch:
 
 
 def graph_seconds(work: Callable[[], None], repeats: int = 7) -> float:
-    """Median of several replays of a CUDA graph."""
+    """Return the median of several replays of a CUDA graph."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -162,8 +161,11 @@ def speed(batch: Batch, us: float) -> str:
 
 
 def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
-    """Print the best launches at one batch; gives each launch's time with its best number of
-    splits."""
+    """Print the best launches at one batch.
+
+    Returns:
+        The microseconds of each launch with its best number of splits.
+    """
     programs = batch.rows * batch.shape.kv_heads
     counts = [
         count
@@ -211,8 +213,7 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
 
 
 def rank(results: list[dict[DecodeConfig, float]], best: int) -> None:
-    """Launches by their mean slowdown over all batches, each beside the best launch of that
-    batch."""
+    """Print launches by their mean slowdown against the best launch of each batch."""
     slowdowns = {
         config: [times[config] / min(times.values()) for times in results] for config in LAUNCHES
     }

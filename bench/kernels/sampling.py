@@ -1,9 +1,8 @@
-"""The fused draw of the embedded engine beside `verl.rollout.sampling.sample` in eager PyTorch, on
-one CUDA device.
+"""The fused draw of the embedded engine against eager PyTorch, on one CUDA device.
 
-Logits of Qwen2.5's vocabulary; ours replayed as a CUDA graph, as the engine does. GB/s counts one
-read of the logits, which is the floor of a draw without filters. `--tune` adds the times of other
-ways to cut a row.
+Eager is `verl.rollout.sampling.sample`. Logits have Qwen2.5's vocabulary; ours is replayed as a CUDA
+graph, as the engine does. GB/s counts one read of the logits, which is the floor of a draw without
+filters. `--tune` adds the times of other ways to cut a row.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# the package beside us, installed or not
+# the package of this repository, installed or not
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -35,7 +34,7 @@ MODES = {
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Median, with a cold cache."""
+    """Return the median time of `work` with a cold cache."""
     median: Any = triton.testing.do_bench(work, warmup=10, rep=60, return_mode="median")
     return median
 
@@ -43,7 +42,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 def replay(
     logits: torch.Tensor, params: SamplingParams, tuning: Tuning | None = None
 ) -> Callable[[], None]:
-    """The draw as a captured graph."""
+    """Capture the draw as a graph. Return its replay."""
     rows = logits.shape[0]
     device = logits.device
     state = DrawState(

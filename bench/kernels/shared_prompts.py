@@ -1,8 +1,8 @@
-"""Forward and backward of a policy on groups of responses: each prompt once beside plain packing,
-on one CUDA device.
+"""Forward and backward of a policy on groups of responses, on one CUDA device.
 
-Random weights of the Qwen2.5-1.5B shape in bf16, gradient checkpointing, one group a pass as the
-update has it. Tokens are those of all rows, prompts included, on both sides.
+Compares computing each prompt once with plain packing. Random weights of the Qwen2.5-1.5B shape in
+bf16, gradient checkpointing, one group a pass as the update has it. Tokens are those of all rows,
+prompts included, on both sides.
 """
 
 import argparse
@@ -10,26 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# the package beside us, installed or not
+# the shapes of the other benchmarks, and the package of this repository, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
+from rollout_models import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.models.attention import apply_checkpointing
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.peaks import phase_peaks
 
-SHAPE = {
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+SHAPE = SHAPES["1.5b"]
 
 
 def load(checkpointing: bool) -> PackedCausalLM:
@@ -47,11 +41,13 @@ def batch(prompt: int, response: int, rows: int, share: bool) -> PackedBatch:
     ids = torch.randint(SHAPE["vocab_size"], (1, prompt + response)).repeat(rows, 1)
     ids[:, prompt:] = torch.randint(SHAPE["vocab_size"], (rows, response))
     packed = PackedBatch.from_rows(ids, torch.ones_like(ids), response)
-    return (packed.with_shared_prompts([0] * rows, [prompt] * rows) if share else packed).to("cuda")
+    if share:
+        packed = packed.with_shared_prompts([0] * rows, [prompt] * rows)
+    return packed.to("cuda")
 
 
 def measure(module: PackedCausalLM, packed: PackedBatch) -> tuple[float, float, float]:
-    """Milliseconds of forward alone and of forward and backward, and peak GiB of the latter."""
+    """Return milliseconds of forward, and of forward and backward, and peak GiB of the latter."""
 
     def forward() -> None:
         with torch.no_grad():
