@@ -1,9 +1,9 @@
-"""Predicted memory beside measured memory of every phase of a step, on one CUDA device.
+"""Predicted against measured memory of every phase of a step, on one CUDA device.
 
-Each case is a process: the plan of `verl.utils.profile_memory` for its configuration, then the real
-training engine and the real rollout engine at it, with weights of zeros (memory does not read them)
-and rows of full length. A phase's peak is that of torch's allocator and of the rollout's own memory
-beside it; rows are printed as they come.
+Each case is a process: the plan of `verl plan` for its configuration, then the real training engine
+and the real rollout engine, with weights of zeros (memory does not depend on them) and rows of full
+length. A phase's peak counts torch's allocator and the rollout's own memory outside of it; rows are
+printed as they come.
 
 Run `python bench/memory.py`, or some cases with `--cases 1.5b,7b-full`; `--tiny` tries the script
 on CPU, where nothing is measured. Logs and results lie in the folder `--out`.
@@ -98,8 +98,8 @@ TINY = {
 
 
 def make_config(case: Case, folder: Path, device: str) -> Any:
-    """A GRPO run of two passes over one mini-batch, so that old log-probs are computed."""
-    values: dict[str, Any] = {
+    """Configure GRPO with two passes over one mini-batch, so that old log-probs are computed."""
+    values = {
         "data.train_files": "none",
         "data.train_batch_size": case.rows // 2,
         "data.max_prompt_length": case.length // 2,
@@ -113,21 +113,14 @@ def make_config(case: Case, folder: Path, device: str) -> Any:
         "trainer.device": device,
         **case.changes,
     }
-    tree: dict[str, Any] = {}
-
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-
-    return config_from_dict(tree)
+    return config_from_dict(values)
 
 
 def zero_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """On the host. Zeros are mapped when they are first written to, so that 7B parameters are there
-    at once."""
+    """Make a model of zeros on the host.
+
+    Pages of zeros are mapped when they are first written to, so 7B parameters take no time.
+    """
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -209,7 +202,7 @@ class Run:
 
     @property
     def rollout_bytes(self) -> int:
-        """Of the rollout engine's own memory, which torch's allocator does not count."""
+        """Return the size of the rollout engine's own memory, outside torch's allocator."""
         if self.device.type != "cuda" or self.rollout._asleep:
             return 0
         return (
@@ -229,8 +222,8 @@ class Run:
             Request(prompt_ids=tuple(ids), sample_ids=(2 * n, 2 * n + 1))
             for n, ids in enumerate(prompts)
         ]
-        # Pages for responses of full length come with the call; a few tokens then show what a step
-        # takes.
+        # Pages for responses of full length come with the call; a few tokens then show the memory
+        # of a step.
         self.draw(requests, half).close()
         list(self.draw(requests, 4))
 
@@ -255,9 +248,8 @@ class Run:
                 raise RuntimeError("the gradient is not finite")
 
     def measure(self) -> dict[str, dict[str, int]]:
-        """Bytes by phase, as in a step after the first one: moments are there, layers are
-        compiled."""
-        found = {"load": self._told("load")}
+        """Return bytes by phase, as in a later step: with moments, and with compiled layers."""
+        found = {"load": self._taken("load")}
         todo = {
             "weights to the rollout": self.sync,
             "rollout": self.generate,
@@ -274,7 +266,7 @@ class Run:
                 self._sleep()
             with phase_peaks.phase(phase, self.device):
                 todo[phase]()
-            found[phase] = self._told(phase)
+            found[phase] = self._taken(phase)
 
         return found
 
@@ -282,7 +274,7 @@ class Run:
         if not self.rollout._asleep:
             self.rollout.sleep()
 
-    def _told(self, phase: str) -> dict[str, int]:
+    def _taken(self, phase: str) -> dict[str, int]:
         peak = phase_peaks.phases[phase]
         own = self.rollout_bytes
         return {"taken": peak.allocated + own, "outside": peak.outside - own}
