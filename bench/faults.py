@@ -1,12 +1,14 @@
-"""Whether faults are noticed, named and cleaned up: a toy training in which a process dies, stops
-or raises.
+"""Are faults noticed, named and cleaned up? A toy training in which a process dies, stops or raises.
 
-python bench/faults.py [words...]: all cases, or those that contain every word. Prints a table:
-fault, backend, phase, seconds to the error, whether its first line names the right process, and
-processes left 30 s after it. Exits with 1 where a fault is not noticed within the deadline, wrongly
-named, or leaves a process.
+    python bench/faults.py                # all cases
+    python bench/faults.py SIGSTOP ray    # those that contain every word
+
+Prints a table: fault, backend, phase, seconds to the error, whether its first line names the right
+process, and processes left 30 s after it. Exit code 1 if a fault is not noticed within the deadline,
+wrongly named, or leaves a process.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -66,7 +68,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What was seen of a case."""
+    """The result of a case."""
 
     seconds: float | None
     first_line: str
@@ -75,7 +77,7 @@ class Outcome:
 
 
 def all_cases() -> list[Case]:
-    """Every case, in the order of the table."""
+    """Return every case, in the order of the table."""
     cases = []
     for backend, ranks in (("torchrun", (0, 1)), ("ray", (0, 1)), ("alone", (0,))):
         for rank in ranks:
@@ -149,7 +151,7 @@ class Run:
             self.lines.append((time.time(), line.rstrip()))
 
     def processes(self) -> list[psutil.Process]:
-        """All that are alive, wherever they hang in the tree."""
+        """Return all processes of the case that are alive, wherever they are in the tree."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -187,7 +189,7 @@ class Run:
         raise RuntimeError(f"{self.case.victim} does not run")
 
     def first_error(self, since: float) -> tuple[float, str] | None:
-        """The time and the line of the first error after the fault."""
+        """Return the time and the line of the first error after the fault."""
         for when, line in self.lines:
             if when >= since - 0.5 and ERROR.search(line):
                 return when, line
@@ -226,8 +228,16 @@ def outcome_of(case: Case) -> Outcome:
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="of a case: fault, rank, backend, phase")
+    words = parser.parse_args().words
     cases = [case for case in all_cases() if all(word in str(case) for word in words)]
+    if not cases:
+        known = "\n".join(map(str, all_cases()))
+        parser.error(f"no case contains all of {words}. The cases are:\n{known}")
+
     print("| fault | backend | phase | error after | named first | left after 30 s |")
     print("|---|---|---|---|---|---|", flush=True)
     failed = 0

@@ -113,6 +113,7 @@ def make_config(case: Case, folder: Path, device: str) -> Any:
         "trainer.device": device,
         **case.changes,
     }
+
     return config_from_dict(values)
 
 

@@ -73,9 +73,11 @@ def cost(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=84)
-    parser.add_argument("--steps-a-block", type=int, default=10)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=84, help="[84]")
+    parser.add_argument("--steps-a-block", type=int, default=10, help="[10]")
     parser.add_argument("keys", nargs="*", help="key=value")
     arguments = parser.parse_args()
     logging.disable(logging.INFO)

@@ -1,16 +1,15 @@
-"""The hand-over of weights from the trainer's shards to the rollout engine: GB/s beside those of a
-plain all-gather.
+"""The hand-over of weights from the trainer's shards to the rollout engine, against an all-gather.
 
-    python bench/weight_sync.py one GPU torchrun --nproc_per_node=4 bench/weight_sync.py several
-    torchrun --nproc_per_node=2 bench/weight_sync.py --tiny a tiny model on the CPU, to try the
-    script
+    python bench/weight_sync.py                                   # one GPU
+    torchrun --nproc_per_node=4 bench/weight_sync.py              # several
+    torchrun --nproc_per_node=2 bench/weight_sync.py --tiny       # tries the script on a CPU
 
 Random weights of the shapes in `rollout_models.py`, fp32 in FSDP2's shards, go to an engine's bf16
 copies at stable addresses, as `RolloutWorker.take_weights` does it with a trainer that stays
 on the device. GB/s count what the engine has afterwards. The bound is measured in the same run: as
 many bytes all-gathered in flat buckets, over several GPUs; on one, as many numbers cast from one
-flat fp32 buffer into one of bf16. "fingerprints" is what a proved hand-over takes beyond one that
-is not, and "of all" the same spread over the `rollout.fingerprint_interval` of the defaults.
+flat fp32 buffer into one of bf16. "fingerprints" is the extra time of a hand-over with
+fingerprints, and "of all" the same spread over the default `rollout.fingerprint_interval`.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog
 
 HEADER = (
     "| model | ranks | GB | bound GB/s | hand-over GB/s | of the bound | s | fingerprints s | of a "
-    "hand-over | of all | peak beside it GiB |"
+    "hand-over | of all | extra peak GiB |"
 )
 
 
@@ -66,7 +65,7 @@ class Result(NamedTuple):
     bound_s: float
     hand_over_s: float
     proved_s: float
-    # of the hand-over, beside the trainer's weights (the engine's are outside torch's allocator)
+    # of the hand-over, without the trainer's weights (the engine's are outside torch's allocator)
     peak_gib: float
 
     def row(self) -> str:
@@ -119,7 +118,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def best(device: torch.device, world: Axis, repeats: int, call: Callable[[], object]) -> float:
-    """Seconds, after a run that warms up."""
+    """Return the best seconds of the slowest rank, after a run that warms up."""
     taken = []
     for _ in range(repeats + 1):
         synchronize(device.type)
@@ -134,8 +133,7 @@ def best(device: torch.device, world: Axis, repeats: int, call: Callable[[], obj
 def bound(
     num_bytes: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, world: Axis
 ) -> Callable[[], object]:
-    """The least that a hand-over of so many bytes takes: the gathers, or the cast on one rank
-    alone."""
+    """Return the least work of a hand-over of so many bytes: gathers, or on one rank a cast."""
     if world.size == 1:
         source = torch.empty(num_bytes // dtype.itemsize, device=device)
         target = torch.empty_like(source, dtype=dtype)

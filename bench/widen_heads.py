@@ -2,14 +2,14 @@
 
 vLLM on a CPU has no kernel for heads of less than 32. The new dimensions are zeros. A frequency of
 the rotary embedding depends on its dimension's place in the head alone, as a share of it: places
-are kept. Scores are divided by the root of the head's size: four times the size, and queries are
-doubled, which changes no bit of them.
+are kept. Scores are divided by the root of the head's size: heads four times as large get queries
+twice as large, which changes no bit of the scores.
 
 Run `python bench/widen_heads.py FROM TO`.
 """
 
+import argparse
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ WIDE = 32
 
 
 def widen_heads(model: LlamaForCausalLM, wide: int = WIDE) -> LlamaForCausalLM:
+    """Return a model with heads of size `wide` that computes the same logits.
+
+    Raises SystemExit unless heads become 1, 4 or 16 times as large.
+    """
     config: Any = copy.deepcopy(model.config)
     small = config.head_dim
     ratio, rest = divmod(wide, small)
@@ -48,10 +52,16 @@ def widen_heads(model: LlamaForCausalLM, wide: int = WIDE) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    source, target = sys.argv[1:]
-    model: Any = AutoModelForCausalLM.from_pretrained(source)
-    widen_heads(model).save_pretrained(target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", help="folder of the model")
+    parser.add_argument("target", help="folder to write to")
+    given = parser.parse_args()
+
+    model: Any = AutoModelForCausalLM.from_pretrained(given.source)
+    widen_heads(model).save_pretrained(given.target)
+    AutoTokenizer.from_pretrained(given.source).save_pretrained(given.target)
 
 
 if __name__ == "__main__":

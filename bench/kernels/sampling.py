@@ -1,8 +1,8 @@
 """The fused draw of the embedded engine against eager PyTorch, on one CUDA device.
 
-Eager is `verl.rollout.sampling.sample`. Logits have Qwen2.5's vocabulary; ours is replayed as a CUDA
-graph, as the engine does. GB/s counts one read of the logits, which is the floor of a draw without
-filters. `--tune` adds the times of other ways to cut a row.
+Eager is `verl.rollout.sampling.sample`. Logits have Qwen2.5's vocabulary; ours is replayed as a
+CUDA graph, as the engine does. GB/s counts one read of the logits, which is the floor of a draw
+without filters. `--tune` adds the times of other ways to cut a row.
 """
 
 import argparse
@@ -119,7 +119,9 @@ def tune(all_logits: dict[int, torch.Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 256, 1024])
     parser.add_argument(
         "--spread", type=float, default=2.5, help="standard deviation of the logits"

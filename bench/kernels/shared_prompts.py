@@ -64,7 +64,9 @@ def measure(module: PackedCausalLM, packed: PackedBatch) -> tuple[float, float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--shapes",
         nargs="+",
