@@ -75,6 +75,8 @@ async def wait(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "done"
 """
+REPLY = {"role": "assistant", "content": "."}
+TOOL_TEXT = "done"  # the answer of TOOL
 # Chat templates of models without one.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -189,9 +191,8 @@ async def play(
         started = time.perf_counter()
         (result,) = await session.call([call], turn=turn)
         waits.overheads.append(time.perf_counter() - started - seconds)
-        reply = {"role": "assistant", "content": "."}
-        new = [{"role": "user", "content": result.text}]
-        assert conversation.extend(reply, new, "tool"), "the response has no room for a turn"
+        new = [_answer(result.text)]
+        assert conversation.extend(REPLY, new, "tool"), "the response has no room for a turn"
     await session.finish()
     return drawn
 
@@ -285,6 +286,25 @@ def one_turn(engine: Any, episodes: list[Episode], arguments: argparse.Namespace
     return {"seconds": seconds, "cpu_s": cpu_s, "tokens_per_s": drawn / seconds}
 
 
+def make_config(arguments: argparse.Namespace, prompt: int, response: int) -> RolloutConfig:
+    """Configure the rollout for so many tokens of prompt and response."""
+    keys: dict[str, Any] = {"max_num_seqs": arguments.episodes}
+    for setting in arguments.set:
+        key, value = setting.split("=", 1)
+        keys[key] = yaml.safe_load(value)
+    # A folder of a random model has no weights.
+    flags = {} if arguments.shape is None else {"load_format": "dummy"}
+    return RolloutConfig(
+        name=arguments.engine,
+        server_python=arguments.server_python,
+        engine_kwargs=EngineKwargsConfig(vllm=flags, sglang=flags),
+        prompt_length=prompt,
+        response_length=response,
+        max_model_len=prompt + response,
+        **keys,
+    )
+
+
 def make_model(
     arguments: argparse.Namespace, device: torch.device, longest: int, tokenizer: Any, folder: Path
 ) -> Any:
@@ -319,24 +339,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     boundary = ChatBoundary(tokenizer)
     messages = [{"role": "user", "content": "Begin."}]
     prompt_ids = boundary.prompt(messages)
-    added = len(boundary.extension(messages, _reply(), _answer(), drawn=[prompt_ids[-1]]))
+    new = [_answer(TOOL_TEXT)]
+    added = len(boundary.extension(messages, REPLY, new, drawn=[prompt_ids[-1]]))
     response = arguments.turns * (longest_turn(arguments) + added + 4)
     longest = len(prompt_ids) + response
-    more = {}
-    for setting in arguments.set:
-        key, value = setting.split("=", 1)
-        more[key] = yaml.safe_load(value)
-    # A folder of a random model has no weights.
-    flags = {} if arguments.shape is None else {"load_format": "dummy"}
-    config = RolloutConfig(
-        name=arguments.engine,
-        server_python=arguments.server_python,
-        engine_kwargs=EngineKwargsConfig(vllm=flags, sglang=flags),
-        prompt_length=len(prompt_ids),
-        response_length=response,
-        max_model_len=longest,
-        **{"max_num_seqs": arguments.episodes, **more},
-    )
+    config = make_config(arguments, len(prompt_ids), response)
 
     device = torch.device(arguments.device)
     model = make_model(arguments, device, longest, tokenizer, folder / "model")
@@ -354,26 +361,28 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     for _ in range(arguments.repeat):  # by turns, since the speed of a shared machine drifts
         turns.append(many_turns(context, engine, episodes, arguments))
         plain.append(one_turn(engine, episodes, arguments))
-    idle = {}
+    report = compared(turns, plain)
     if arguments.profile:
-        idle = device_idle(lambda: many_turns(context, engine, episodes, arguments))
+        report |= device_idle(lambda: many_turns(context, engine, episodes, arguments))
     tools.close()
-
-    best_turns = max(turns, key=lambda run: run["tokens_per_s"])
-    best_plain = max(plain, key=lambda run: run["tokens_per_s"])
-    ratio = best_turns["tokens_per_s"] / best_plain["tokens_per_s"]
-    cpu_ratio = min(run["cpu_s"] for run in plain) / min(run["cpu_s"] for run in turns)
-    report = {"turns": best_turns, "one_turn": best_plain, "ratio": ratio, "cpu_ratio": cpu_ratio}
-    report |= idle
     print(json.dumps(report, indent=2))
 
 
-def _reply() -> dict[str, Any]:
-    return {"role": "assistant", "content": "."}
+def compared(turns: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the best run of each kind, and their ratios."""
+    best_turns = max(turns, key=lambda run: run["tokens_per_s"])
+    best_plain = max(plain, key=lambda run: run["tokens_per_s"])
+    return {
+        "turns": best_turns,
+        "one_turn": best_plain,
+        "ratio": best_turns["tokens_per_s"] / best_plain["tokens_per_s"],
+        "cpu_ratio": min(run["cpu_s"] for run in plain) / min(run["cpu_s"] for run in turns),
+    }
 
 
-def _answer() -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "done"}]
+def _answer(text: str) -> dict[str, Any]:
+    """Return the message of a tool."""
+    return {"role": "user", "content": text}
 
 
 if __name__ == "__main__":

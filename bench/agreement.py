@@ -1,11 +1,11 @@
 """How far the log-probs of a rollout are from the trainer's, for the embedded engine and for vLLM.
 
-Both engines answer the same prompts by the same weights at temperature 1 and tell the log-probs of
-the tokens they draw; the actor's own pass, in the dtype of training, computes those of each
+Both engines answer the same prompts by the same weights at temperature 1 and return the log-probs
+of the tokens they draw; the actor's own pass, in the dtype of training, computes those of each
 engine's tokens. With d = trainer - rollout the table has, over all response tokens, the mean of |d|
 and its standard error over responses, the 99th percentile and the largest |d|, the mean importance
 ratio exp(d), which is 1 without a mismatch, the estimate mean(exp(d) - 1 - d) of KL(rollout ||
-trainer), and the mean log-prob, which tells how peaked the model is.
+trainer), and the mean log-prob, a measure of how peaked the model is.
 
 `--model` is a folder with a pretrained model, which is prompted with text of its own, or a shape of
 `rollout_models.py`, whose random weights are prompted with random tokens and, as they are nearly
@@ -40,7 +40,7 @@ from verl.protocol import DataProto
 from verl.rollout import Completion, Request, SamplingParams, assemble, trajectories_of
 from verl.workers import ActorWorker, RolloutWorker
 
-VLLM_MEMORY = 0.5  # of the device, beside the trainer; on a CPU vLLM takes what the variable says
+VLLM_MEMORY = 0.5  # of a GPU, which the trainer shares; a CPU has VLLM_CPU_KVCACHE_SPACE
 VLLM_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 Prompts = list[tuple[int, ...]]
 
@@ -97,7 +97,7 @@ def make_prompts(worker: RolloutWorker, asked: argparse.Namespace) -> Prompts:
 
 
 def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> list[Completion]:
-    """In a process of its own, as vLLM is run by `rollout.py`."""
+    """Let vLLM draw in a process of its own, as `rollout.py` runs it."""
     lengths = {"prompt_tokens": asked.prompt_tokens, "lengths": f"fixed:{asked.new_tokens}"}
     job = Job(
         folder=str(model),
@@ -135,7 +135,10 @@ def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> l
 def both_log_probs(
     worker: RolloutWorker, prompts: Prompts, completions: list[Completion]
 ) -> tuple[Tensor, Tensor]:
-    """The trainer's and the rollout's (B, R); all responses have R tokens, so nothing is masked."""
+    """Return the log-probs (B, R) of trainer and rollout.
+
+    All responses have R tokens, so nothing is masked.
+    """
     rollout = worker.config.rollout
     samples = len(completions) // len(prompts)
     rows = [prompt for prompt in prompts for _ in range(samples)]
@@ -147,7 +150,7 @@ def both_log_probs(
 
 
 def describe(trainer: Tensor, rollout: Tensor) -> str:
-    """One engine's cells of the table."""
+    """Return one engine's cells of the table."""
     d = trainer.double() - rollout.double()
     of_rows = d.abs().mean(1)
     error = of_rows.std() / len(of_rows) ** 0.5
@@ -158,7 +161,7 @@ def describe(trainer: Tensor, rollout: Tensor) -> str:
     )
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -174,14 +177,9 @@ def main() -> None:
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[bfloat16]"
     )
     parser.add_argument("--engines", default="ours,vllm", help="[ours,vllm]")
-    for name, count in {
-        "prompts": 32,
-        "samples": 8,
-        "prompt-tokens": 64,
-        "new-tokens": 256,
-    }.items():
+    sizes = {"prompts": 32, "samples": 8, "prompt-tokens": 64, "new-tokens": 256}
+    for name, count in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=f"[{count}]")
-
     parser.add_argument(
         "--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM"
     )
@@ -195,35 +193,41 @@ def main() -> None:
     asked = parser.parse_args()
     asked.model = asked.model or {"cpu": "tiny", "cuda": "1.5b"}[asked.device]
     asked.out = asked.out.resolve()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    return asked
 
+
+def main() -> None:
+    asked = parse_arguments()
+    asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary if asked.model in SHAPES else asked.model)
         if asked.model in SHAPES:
             write_model(model, SHAPES[asked.model], torch.device(asked.device), gain=asked.gain)
-        worker = make_worker(asked, model)
-        prompts = make_prompts(worker, asked)
-        rollouts = {}
-        if "ours" in asked.engines:
-            rollouts["ours"] = roll_out(
-                worker, prompts, samples=asked.samples, tokens=asked.new_tokens, step=1
-            )
-        worker.engine.sleep()  # vLLM needs the memory
-        if "vllm" in asked.engines:
-            rollouts["vLLM"] = roll_out_vllm(asked, model, prompts)
-        sizes = (
-            f"{asked.prompts} prompts x {asked.samples}, {asked.prompt_tokens} + "
-            f"{asked.new_tokens} tokens"
+        measure(asked, model)
+
+
+def measure(asked: argparse.Namespace, model: Path) -> None:
+    """Let the engines draw, and print the table."""
+    worker = make_worker(asked, model)
+    prompts = make_prompts(worker, asked)
+    rollouts = {}
+    if "ours" in asked.engines:
+        rollouts["ours"] = roll_out(
+            worker, prompts, samples=asked.samples, tokens=asked.new_tokens, step=1
         )
-        print(f"{versions(asked.device)}\n{asked.model}, {asked.dtype}, {sizes}")
-        print(
-            "| engine | mean | p99 | max | ratio | KL | log-prob |\n|---|---|---|---|---|---|---|"
-        )
-        for engine, completions in rollouts.items():
-            print(
-                f"| {engine} | {describe(*both_log_probs(worker, prompts, completions))} |",
-                flush=True,
-            )
+    worker.engine.sleep()  # vLLM needs the memory
+    if "vllm" in asked.engines:
+        rollouts["vLLM"] = roll_out_vllm(asked, model, prompts)
+
+    print(versions(asked.device))
+    print(
+        f"{asked.model}, {asked.dtype}, {asked.prompts} prompts x {asked.samples}, "
+        f"{asked.prompt_tokens} + {asked.new_tokens} tokens"
+    )
+    print("| engine | mean | p99 | max | ratio | KL | log-prob |\n|---|---|---|---|---|---|---|")
+    for engine, completions in rollouts.items():
+        trainer, rollout = both_log_probs(worker, prompts, completions)
+        print(f"| {engine} | {describe(trainer, rollout)} |", flush=True)
 
 
 if __name__ == "__main__":

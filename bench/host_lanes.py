@@ -1,8 +1,7 @@
-"""Rollouts of small models on a CPU: numba's kernels in 1, 2, 4, ... lanes beside torch's
-operations.
+"""Rollouts of small models on a CPU: numba's kernels in 1, 2, 4, ... lanes, and torch's operations.
 
 All ways generate the same batches in turn, in one process; a figure is the median over the
-repetitions, in output tokens a second. `chosen` is what the engine does by itself.
+repetitions, in output tokens a second. `chosen` is the engine's own choice.
 
 Run `python bench/host_lanes.py --threads 2` on a machine that does nothing else.
 """
@@ -46,7 +45,7 @@ def make_model(hidden: int, layers: int) -> Any:
 
 @contextmanager
 def going(way: str) -> Iterator[None]:
-    """Have the engine go one way: in 'torch', in so many lanes, or as it is 'chosen'."""
+    """Let the engine work one way: by 'torch', in so many lanes, or as it is 'chosen'."""
     pay = host_lanes.pay
     count = host_lanes.count_lanes
     if way == "torch":
@@ -62,20 +61,18 @@ def going(way: str) -> Iterator[None]:
 
 
 def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) -> dict[str, float]:
-    """Median output tokens a second by way."""
+    """Return the median output tokens a second of each way."""
     config = RolloutConfig(
         name="embedded", prompt_length=32, response_length=new, max_num_seqs=rows
     )
     engine = create_rollout_engine(config, model=model, tokenizer=None, device=torch.device("cpu"))
     draw = np.random.default_rng(0)
     samples = min(rows, 8)
-    requests = [
-        Request(
-            prompt_ids=tuple(draw.integers(0, VOCABULARY, 16).tolist()),
-            sample_ids=tuple(range(first, min(first + samples, rows))),
-        )
-        for first in range(0, rows, samples)
-    ]
+    requests = []
+    for first in range(0, rows, samples):
+        prompt_ids = tuple(draw.integers(0, VOCABULARY, 16).tolist())
+        sample_ids = tuple(range(first, min(first + samples, rows)))
+        requests.append(Request(prompt_ids=prompt_ids, sample_ids=sample_ids))
 
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     speeds: dict[str, list[float]] = {way: [] for way in ways}
@@ -83,10 +80,10 @@ def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) 
         for way in ways:
             with going(way):
                 start = time.perf_counter()
-                tokens = sum(
-                    len(c.token_ids) for c in engine.generate(requests, params, seed=0, step=step)
-                )
-                speeds[way].append(tokens / (time.perf_counter() - start))
+                completions = list(engine.generate(requests, params, seed=0, step=step))
+                seconds = time.perf_counter() - start
+            tokens = sum(len(completion.token_ids) for completion in completions)
+            speeds[way].append(tokens / seconds)
 
     return {way: statistics.median(measured[1:]) for way, measured in speeds.items()}
 
@@ -115,11 +112,8 @@ def main() -> None:
             size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
             for rows in arguments.rows:
                 speeds = measure(model, rows, arguments.new, ways, arguments.repetitions)
-                print(
-                    f"| {size:.1f} M | {rows} | "
-                    + " | ".join(f"{speeds[way]:,.0f}" for way in ways)
-                    + " |"
-                )
+                cells = " | ".join(f"{speeds[way]:,.0f}" for way in ways)
+                print(f"| {size:.1f} M | {rows} | {cells} |")
 
 
 if __name__ == "__main__":
