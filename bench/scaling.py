@@ -1,5 +1,4 @@
-"""Training on several CUDA devices beside one: tokens per second of an update, and of a log-prob
-pass, for each rank.
+"""Training on several CUDA devices: tokens per second of an update and of a log-prob pass.
 
     torchrun --nproc_per_node=1 bench/scaling.py
     torchrun --nproc_per_node=2 bench/scaling.py      the same rows a rank: twice as many in all
@@ -88,7 +87,7 @@ def main() -> None:
     world = side.engine.mesh.world
 
     def seconds(work: str) -> float:
-        """Of the slowest rank."""
+        """Return the seconds of the slowest rank."""
         barrier(world)
         synchronize(job.device)
         start = time.perf_counter()
@@ -108,10 +107,8 @@ def main() -> None:
             share = model_flops_utilization(flops, best, torch.device(job.device))
             mfu = "" if share is None else f", MFU {share:.3f} a rank"
             print(
-                (
-                    f"{world.size} ranks, {arguments.model}, {work}: {best:.3f} s, "
-                    f"{tokens / best:,.0f} tok/s{mfu}"
-                ),
+                f"{world.size} ranks, {arguments.model}, {work}: {best:.3f} s, "
+                f"{tokens / best:,.0f} tok/s{mfu}",
                 flush=True,
             )
 

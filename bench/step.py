@@ -1,10 +1,9 @@
-"""A whole GRPO step on one CUDA device, phase by phase: ours, the best that can be assembled from
-parts, TRL, and the framework verl of PyPI.
+"""A whole GRPO step on one CUDA device, phase by phase: our trainer and its peers.
 
 | engine | what it is |
 |---|---|
 | ours | verl's trainer with its embedded rollout engine |
-| assembled | vLLM that sleeps between rollouts, and a packed, compiled transformers update beside it |
+| assembled | vLLM that sleeps between rollouts, and a packed, compiled transformers update |
 | trl | TRL's GRPOTrainer in transformers mode |
 | verl | the published verl with vLLM, in a process that cannot see this package; see PEERS.md |
 
@@ -14,10 +13,10 @@ own, one after the other, with a time limit. The whole batch is one update, so o
 those of the update, unless `--old-log-probs` asks for their pass (TRL decides by itself). The first
 step is a warm-up; phases are means over the others.
 
-TRL may take minutes: with `--trl-prompts` it gets fewer prompts, and its times are multiplied by
-what was left out, which the table says. Run `python bench/step.py`, or for example `python
-bench/step.py --engines ours,assembled,trl --trl-prompts 16`; `--tiny` tries the script on CPU.
-Jobs, results and logs lie in the folder `--out`.
+TRL may take minutes: with `--trl-prompts` it gets fewer prompts, and its times are scaled to all of
+them, as the table says. Run `python bench/step.py`, or for example `python bench/step.py --engines
+ours,assembled,trl --trl-prompts 16`; `--tiny` tries the script on CPU. Jobs, results and logs are
+in the folder `--out`.
 """
 
 import argparse
@@ -155,7 +154,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for a name or a number that means nothing."""
+    """Raise ValueError for an unknown name or a number that is out of range."""
     for option, names, known in (
         ("engines", arguments.engines, ENGINES),
         ("model", [arguments.model], SHAPES),
@@ -182,7 +181,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def check_peer(arguments: argparse.Namespace) -> None:
-    """Raises ValueError unless the peer verl has a place of its own."""
+    """Raise ValueError unless the peer verl has a place of its own."""
     if arguments.verl_site is None and arguments.verl_python is None:
         raise ValueError(
             "The engine verl needs --verl-site FOLDER, with its package and what it needs, or "
@@ -263,7 +262,7 @@ def print_end(log: Path) -> None:
 
 
 def phases(arguments: argparse.Namespace, engine: str, result: dict[str, Any]) -> dict[str, float]:
-    """Mean seconds of every phase after the warm-up, of all prompts."""
+    """Return mean seconds of every phase after the warm-up, scaled to all prompts."""
     counted = result["steps"][1:] or result["steps"]
     scale = arguments.prompts / make_job(arguments, engine).prompts
     means = {
@@ -305,7 +304,7 @@ def print_table(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
 
 
 def describe(arguments: argparse.Namespace, engine: str, result: dict[str, Any]) -> str:
-    """One line, as soon as an engine is done."""
+    """Return the line that is printed as soon as an engine is done."""
     seconds = phases(arguments, engine, result)
     parts = ", ".join(f"{name} {seconds[name]:.3f}" for name in PHASES if seconds[name])
     details = {

@@ -1,26 +1,25 @@
-"""One optimizer step and one log-prob pass on one CUDA device: our training engine beside plain
-transformers and beside the best that torch and transformers give.
+"""One optimizer step and one log-prob pass on one CUDA device: our training engine and its peers.
 
 | engine | what it is |
 |---|---|
 | ours | verl's TrainEngine: packed rows, fused log-probs, AdamW, FSDP2 over a mesh of one, bf16 compute |
 | ours-compiled | the same with compiled decoder layers |
-| ours-shared | the same, not compiled, prompts of a group computed once (for `--shared-prompts`) |
+| ours-shared | as ours, prompts of a group computed once (for `--shared-prompts`) |
+| ours-shared-compiled | the same with compiled decoder layers |
 | torch | transformers' module, packed `varlen_attn`, compiled layers, log-probs in recomputed chunks, bf16 autocast |
 | torch-eager | the same, not compiled |
 | hf | transformers as TRL's trainer runs it: padded rows, sdpa, bf16 autocast, fp32 logits of all response tokens |
 
 Every engine runs in a process of its own, one after the other, with a time limit, on the same
-random weights (Qwen2.5 shapes, fp32 parameters) and rows; its result stands below as soon as it is
-known. Loss, mean log-prob and norm of the gradient of all engines stand beside one another. MFU
-counts model FLOPs: the head at response tokens alone, causal attention, no recomputation; of 989
-TFLOP/s on an H200.
+random weights (fp32 parameters) and rows. Its result is printed as soon as it is known, with loss,
+mean log-prob and norm of the gradient for comparison. MFU counts model FLOPs, of 989 TFLOP/s on an
+H200: the head at response tokens alone, causal attention, no recomputation.
 
 Full training of the 7b shape takes 16 bytes a parameter, 122 GB, before any activation: it runs
 without its optimizer unless `--optimizer` is given; `--lora 32` trains adapters. Run `python
 bench/training.py`, or for example with `--models 0.5b,1.5b,7b --lengths
 fixed:1024,fixed:4096,fixed:16384 --checkpointing on,off --engines ours,ours-compiled,torch,hf`;
-`--tiny` tries the script on CPU. Jobs, results and logs lie in the folder `--out`.
+`--tiny` tries the script on CPU. Jobs, results and logs are in the folder `--out`.
 """
 
 import argparse
@@ -142,7 +141,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def complete(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Fill in what was not given. Raises ValueError for a name or a number that means nothing."""
+    """Fill in defaults. Raises ValueError for an unknown name or a number that is out of range."""
     shared = (TINY_SHARED if arguments.tiny else SHARED) if arguments.shared_prompts else {}
     defaults = {
         **(TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS),
@@ -248,7 +247,7 @@ def row(engine: str, result: dict[str, Any]) -> str:
 
 
 def disagreement(results: dict[str, dict[str, Any]]) -> str:
-    """The largest relative difference between two engines in what they computed."""
+    """Return the largest relative differences between the results of two engines."""
     worst = {}
     for name in ("grad_norm", "update_log_prob", "log_prob"):
         values = [result[name] for result in results.values()]
@@ -259,7 +258,7 @@ def disagreement(results: dict[str, dict[str, Any]]) -> str:
 def run_workload(
     arguments: argparse.Namespace, model: str, lengths: str, checkpointing: str
 ) -> dict[str, Any]:
-    """All engines on one workload; what each gave, or why it gave nothing."""
+    """Run all engines on one workload. Return the result of each, or its problem."""
     name = f"{lengths.replace(':', '-')}.checkpointing-{checkpointing}"
     results: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
