@@ -1,22 +1,22 @@
-"""GRPO steps with `rollout.name=vllm` and with the embedded engine, and vLLM's own generation of as
-much, in one call on one CUDA device: the hand-over of weights, and the step as a whole.
+"""GRPO steps with vLLM and with the embedded engine: hand-over of weights, and the whole step.
 
-The run starts the server with the interpreter that runs this script, or with `--server-python`; it
-shares the device with the trainer. The work is that of `gpu_step.py`. vLLM alone is `rollout.py
---engines vllm`. The bound of a step is vLLM's own generation and our update.
+In one call on one CUDA device, with vLLM's own generation of as many tokens. The run starts the
+server with the interpreter of this script, or with `--server-python`; it shares the device with the
+trainer. The work is that of `gpu_step.py`. vLLM alone is `rollout.py --engines vllm`. The bound of
+a step is vLLM's own generation and our update.
 
-Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU
-`python bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script. With
-`--lora-rank 32 --engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the
-adapters alone with servers that get merged weights. The engine vllm-in-process is vLLM within this
-process, which sleeps while the trainer works: `--engines vllm-in-process,vllm,embedded` needs vLLM
-in the environment of this script. The engine sglang is a server of SGLang, without vLLM's own
-generation to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
+Run `python bench/vllm_server.py`, with `--models 1.5b,7b` for several shapes; on a CPU `python
+bench/vllm_server.py --tiny --server-python VENV/bin/python` tries the script. With `--lora-rank 32
+--engines vllm,vllm-merged,embedded` it trains LoRA, and compares servers that get the adapters
+alone with servers that get merged weights. The engine vllm-in-process is vLLM within this process,
+which sleeps while the trainer works: `--engines vllm-in-process,vllm,embedded` needs vLLM in the
+environment of this script. The engine sglang is a server of SGLang, without vLLM's own generation
+to compare: `--engines sglang,embedded --server-python VENV/bin/python`, and its flags in
 `--server-flags '{"attention_backend": "triton"}'`.
 
-With `--interleaved` vLLM's own generation is timed in each step, right after the run's, on the engine of
-vllm-in-process: the same prompts without the trainer, with an empty prefix cache. A host whose speed
-changes from minute to minute then counts for both. Its time is left out of the step's.
+With `--interleaved` vLLM's own generation is timed in each step, right after the run's, on the
+engine of vllm-in-process: the same prompts without the trainer, with an empty prefix cache. A host
+whose speed changes from minute to minute then counts for both. Its time is left out of the step's.
 
 With `--hand-over-only` nothing is trained: no gradients and no moments take memory, so that a 7B
 fits next to an engine: `--hand-over-only --models 7b --prompts 8 --new-tokens 16`. With
@@ -32,8 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpu_step
 import torch
@@ -48,6 +49,15 @@ HAND_OVER = ("update_weights_s", "update_weights_gb_per_s", "map_cache_s")
 PHASES = ("gen", "old_log_prob", "update_actor", "sync_weights", "step")
 # vLLM has no kernel for smaller heads on a CPU.
 TINY: dict[str, Any] = {**SHAPES["tiny"], "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+class Row(NamedTuple):
+    """The results of one engine with one model."""
+
+    model: str
+    engine: str
+    alone_s: float | None  # vLLM's own generation
+    means: dict[str, Any]
 
 
 class HandOvers(PPOTrainer):
@@ -158,17 +168,16 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict) -> dict[str, Any]:
-    """Run the steps with one engine; return means of the phases after the warm-up, the medians of the
-    hand-overs from the third on, and each step's hand-over as `single`."""
-    device = torch.device("cpu" if arguments.tiny else "cuda")
-    config = gpu_step.make_config(arguments, folder, device)
+def make_config(arguments: argparse.Namespace, folder: Path, engine: str) -> Any:
+    """Configure a run with one engine, which writes to `folder / engine`."""
+    config = gpu_step.make_config(arguments, folder, device_of(arguments))
     config.trainer.default_local_dir = str(folder / engine)
+    config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
     if arguments.optimizer is not None:
         config.actor_rollout_ref.actor.optim.optimizer = arguments.optimizer
-    rollout = config.actor_rollout_ref.rollout
-    config.actor_rollout_ref.model.lora_rank = arguments.lora_rank
+
     name, _, way = engine.partition("-")
+    rollout = config.actor_rollout_ref.rollout
     rollout.name = name
     rollout.fingerprint_interval = arguments.proof_every
     rollout.seed_samples = not arguments.no_seeds
@@ -179,6 +188,13 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
         rollout.server_python = None if rollout.in_process else arguments.server_python
         rollout.gpu_memory_utilization = arguments.server_memory
         rollout.enforce_eager = arguments.tiny
+    return config
+
+
+def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict) -> dict[str, Any]:
+    """Run the steps with one engine, and return the summary of them."""
+    config = make_config(arguments, folder, engine)
+    rollout = config.actor_rollout_ref.rollout
     prompts = gpu_step.RandomPrompts(
         arguments.prompts * 2, arguments.prompt_tokens, shape["vocab_size"]
     )
@@ -194,36 +210,45 @@ def train(arguments: argparse.Namespace, folder: Path, engine: str, shape: dict)
     if arguments.interleaved and rollout.in_process:
         alone = VLLMAlone(trainer.rollout_wg.worker, arguments, prompts)
     trainer.fit()
-    steps = read_metrics(folder / engine)[1:]
-    if name != "embedded":
+
+    if rollout.name != "embedded":
         fleet = trainer.rollout_wg.worker.engine.fleet
         owner = fleet.members[0].server if rollout.in_process else fleet._restarter
         owner.close()
     del trainer
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
+    steps = read_metrics(folder / engine)[1:]
+    return summary(steps, None if alone is None else alone.seconds[1:])
+
+
+def summary(steps: list[dict[str, Any]], alone: list[float] | None) -> dict[str, Any]:
+    """Return means of the phases, medians of the hand-overs, and single values of the steps.
+
+    Args:
+        steps: metrics of the steps after the warm-up.
+        alone: seconds of vLLM's own generation within each of them, which are taken off.
+    """
+    found: dict[str, Any] = {}
     if alone is not None:
-        for step, seconds in zip(steps, alone.seconds[1:], strict=True):
+        found["single alone"] = alone
+        for step, seconds in zip(steps, alone, strict=True):
             step["timing_s/gen"] -= seconds
             step["timing_s/step"] -= seconds
-
-    means: dict[str, Any] = {}
-    if alone is not None:
-        means["single alone"] = alone.seconds[1:]
         for phase in ("gen", "update_actor", "sync_weights", "step"):
-            means[f"single {phase}"] = [step[f"timing_s/{phase}"] for step in steps]
+            found[f"single {phase}"] = [step[f"timing_s/{phase}"] for step in steps]
+
     for phase in PHASES:
-        values = [step.get(f"timing_s/{phase}", 0.0) for step in steps]
-        means[phase] = sum(values) / len(values)
+        found[phase] = statistics.mean(step.get(f"timing_s/{phase}", 0.0) for step in steps)
     for name in HAND_OVER:
         values = [step.get(f"perf/rollout_{name}", float("nan")) for step in steps]
-        # The first hand-over is the warm-up's, and the second proves the copies that later ones replay.
-        means[name] = statistics.median(values[1:])
-        means[f"single {name}"] = values
-    means["mismatch"] = max(step["training/rollout_probs_diff_mean"] for step in steps)
-    means["kl"] = max(abs(step["training/rollout_kl"]) for step in steps)
-    return means
+        # The first hand-over is the warm-up's. The second proves the copies that later ones replay.
+        found[name] = statistics.median(values[1:])
+        found[f"single {name}"] = values
+    found["mismatch"] = max(step["training/rollout_probs_diff_mean"] for step in steps)
+    found["kl"] = max(abs(step["training/rollout_kl"]) for step in steps)
+    return found
 
 
 def vllm_alone(arguments: argparse.Namespace, model: str) -> float:
@@ -242,44 +267,64 @@ def vllm_alone(arguments: argparse.Namespace, model: str) -> float:
     return float(row.split("|")[3].strip().replace(",", ""))
 
 
+def measure(arguments: argparse.Namespace, model: str) -> list[Row]:
+    """Run all engines with one model."""
+    shape = TINY if arguments.tiny else SHAPES[model]
+    engines = arguments.engines.split(",")
+    has_vllm = any(engine.startswith("vllm") for engine in engines)
+    leaves_out = arguments.tiny or arguments.no_alone or arguments.hand_over_only
+
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = Path(temporary)
+        gpu_step.write_model(folder / "model", shape, device_of(arguments))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+        alone = None
+        if has_vllm and not leaves_out:
+            alone = vllm_alone(arguments, model)
+        for engine in engines:
+            means = train(arguments, folder, engine, shape)
+            if "single alone" in means:
+                alone = statistics.mean(means["single alone"])
+            print(json.dumps({"engine": engine, **means}), flush=True)
+            rows.append(Row(model, engine, alone, means))
+    return rows
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    heads = ["model", "engine", *PHASES, "hand-over s", "GB/s", "mapping of the cache s"]
+    heads += ["vLLM alone s", "step / (vLLM alone + our update)"]
+    heads.append("mean difference of probabilities")
+    print("\n| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
+
+    for row in rows:
+        means = row.means
+        cells = [row.model, row.engine, *(f"{means[phase]:.3f}" for phase in PHASES)]
+        cells.append(f"{means['update_weights_s']:.3f}")
+        cells.append(f"{means['update_weights_gb_per_s']:.2f}")
+        cells.append(f"{means['map_cache_s']:.3f}")
+        if row.alone_s is None:
+            cells += ["", ""]
+        else:
+            bound_s = row.alone_s + means["update_actor"] + means["old_log_prob"]
+            cells += [f"{row.alone_s:.3f}", f"{means['step'] / bound_s:.3f}"]
+        cells.append(f"{means['mismatch']:.1e}")
+        print("| " + " | ".join(cells) + " |")
+
+
+def device_of(arguments: argparse.Namespace) -> torch.device:
+    return torch.device("cpu" if arguments.tiny else "cuda")
+
+
 def main() -> None:
     arguments = parse_arguments()
     rows = []
     for model in arguments.models.split(","):
-        shape = TINY if arguments.tiny else SHAPES[model]
-        device = torch.device("cpu" if arguments.tiny else "cuda")
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-            folder = Path(temporary)
-            gpu_step.write_model(folder / "model", shape, device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            engines = arguments.engines.split(",")
-            has_vllm = any(engine.startswith("vllm") for engine in engines)
-            leaves_out = arguments.tiny or arguments.no_alone or arguments.hand_over_only
-            has_alone = has_vllm and not leaves_out
-            alone = vllm_alone(arguments, model) if has_alone else None
-            for engine in engines:
-                means = train(arguments, folder, engine, shape)
-                if "single alone" in means:
-                    alone = statistics.mean(means["single alone"])
-                print(json.dumps({"engine": engine, **means}), flush=True)
-                rows.append((model, engine, alone, means))
-
-    print(
-        "\n| model | engine | "
-        + " | ".join(PHASES)
-        + " | hand-over s | GB/s | mapping of the cache s | vLLM alone s "
-        "| step / (vLLM alone + our update) | mean difference of probabilities |"
-    )
-    print("|---" * (len(PHASES) + 8) + "|")
-    for model, engine, alone, means in rows:
-        cells = [f"{means[phase]:.3f}" for phase in PHASES]
-        bound = None if alone is None else alone + means["update_actor"] + means["old_log_prob"]
-        ratio = "" if bound is None else f"{means['step'] / bound:.3f}"
-        cells += [f"{means['update_weights_s']:.3f}", f"{means['update_weights_gb_per_s']:.2f}"]
-        cells.append(f"{means['map_cache_s']:.3f}")
-        cells += ["" if alone is None else f"{alone:.3f}", ratio, f"{means['mismatch']:.1e}"]
-        print(f"| {model} | {engine} | " + " | ".join(cells) + " |")
+        rows += measure(arguments, model)
+    print_table(rows)
 
 
 if __name__ == "__main__":
