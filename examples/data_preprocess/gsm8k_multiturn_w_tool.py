@@ -8,10 +8,10 @@ Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_
 the agent loop.
 """
 
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
+
+import gsm8k  # the script of this folder, which makes the plain rows
 
 from verl.utils.entry import exit_code
 
@@ -24,21 +24,6 @@ SYSTEM = (
     "question, before you give the final answer, at least once, and correct your answer if needed. "
     "Put the final answer behind `#### `."
 )
-
-
-def _plain_gsm8k() -> Any:
-    """Load gsm8k.py of this folder, which makes the plain rows."""
-    spec = importlib.util.spec_from_file_location(
-        "preprocess_gsm8k", Path(__file__).with_name("gsm8k.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gsm8k = _plain_gsm8k()
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
