@@ -40,8 +40,10 @@ MBPP_INSTRUCTION = (
 
 
 def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
-    """All problems, from a folder, or else from the hub. Ends the script if the folder has no such
-    file."""
+    """Return all problems, from a folder, or else from the hub.
+
+    Ends the script if the folder has no such file.
+    """
     if folder is None:
         splits: Any = load_from_hub(SOURCES[dataset])
         return (row for split in splits.values() for row in split)
@@ -53,21 +55,26 @@ def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
 
 
 def make_humaneval_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Split and row."""
+    """Return split and row."""
     truth = {name: raw[name] for name in ("prompt", "test", "entry_point")}
     solution = raw["prompt"] + raw["canonical_solution"]
     index = int(raw["task_id"].split("/")[1])
-    return "test", _row(
-        "humaneval", HUMANEVAL_INSTRUCTION + raw["prompt"], truth, solution, "test", index
-    )
+    question = HUMANEVAL_INSTRUCTION + raw["prompt"]
+    return "test", _row("humaneval", question, truth, solution, "test", index)
 
 
 def make_mbpp_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Split and row; None for a few-shot example."""
+    """Return split and row; None for a few-shot example."""
     number = int(raw["task_id"])
     if number <= 10:
         return None
-    split = "test" if number <= 510 else "val" if number <= 600 else "train"
+    if number <= 510:
+        split = "test"
+    elif number <= 600:
+        split = "val"
+    else:
+        split = "train"
+
     tests = list(raw["test_list"])
     truth = {"test_list": tests, "test_setup_code": raw["test_setup_code"]}
     question = MBPP_INSTRUCTION.format(text=raw["text"], tests="\n".join(tests))
@@ -107,7 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
         require_columns(raw, COLUMNS[options.dataset], f"{options.dataset} row {index}")
         made = make(raw)
         if made is not None:
-            splits.setdefault(made[0], []).append(made[1])
+            split, row = made
+            splits.setdefault(split, []).append(row)
 
     for split, rows in splits.items():
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")

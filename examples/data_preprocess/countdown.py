@@ -1,12 +1,13 @@
-"""Countdown: reach a target with the given numbers and + - * /. Problems are made here, each with a
-known solution.
+"""Countdown: reach a target with the given numbers and + - * /, as train.parquet and test.parquet.
 
     python examples/data_preprocess/countdown.py --train_size 20000 --num_numbers 3
 
-The same seed makes the same files; no problem of the test set is in the training set.
+Problems are drawn here, each with a known solution. The same seed makes the same files; no problem
+of the test set is in the training set.
 """
 
 import argparse
+import operator
 import random
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from verl.utils.entry import exit_code
 
 DATA_SOURCE = "countdown"
 MAX_MISSES = 20_000  # draws in a row without a new problem after which there is taken to be none
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 INSTRUCTION = (
     "Reach {target} with the numbers {numbers}: use each number exactly once, and only + - * / and "
     "brackets. Think step by step, then write the equation between <answer> and </answer>, for "
@@ -37,48 +39,53 @@ class Problem(NamedTuple):
 
 
 def join_randomly(numbers: list[int], draw: random.Random) -> tuple[Fraction, str] | None:
-    """Value and text of a random equation over all numbers; None if it divides by zero."""
+    """Return value and text of a random equation over all numbers; None if it divides by zero."""
     parts = [(Fraction(number), str(number)) for number in numbers]
     while len(parts) > 1:
-        (a, left), (b, right) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
+        a, left = parts.pop(draw.randrange(len(parts)))
+        b, right = parts.pop(draw.randrange(len(parts)))
         sign = draw.choice("+-*/")
         if sign == "/" and b == 0:
             return None
-        value = {"+": a + b, "-": a - b, "*": a * b}[sign] if sign != "/" else a / b
+        value = OPERATIONS[sign](a, b)
         parts.append((value, f"({left} {sign} {right})"))
+
     value, text = parts[0]
-    return value, text[1:-1] if len(numbers) > 1 else text
+    if len(numbers) > 1:
+        text = text[1:-1]  # without the outer brackets
+    return value, text
 
 
 def problems(
     draw: random.Random, *, num_numbers: int, max_number: int, max_target: int
 ) -> Iterator[Problem]:
-    """Different problems till no more are found. A target is a whole number up to `max_target`,
-    none of the numbers."""
+    """Yield different problems until no more are found.
+
+    A target is a whole number up to `max_target`, none of the numbers.
+    """
     seen: set[tuple[tuple[int, ...], int]] = set()
     misses = 0
     while misses < MAX_MISSES:
         misses += 1
         numbers = [draw.randint(1, max_number) for _ in range(num_numbers)]
         joined = join_randomly(numbers, draw)
-
-        if (
-            joined is None
-            or joined[0].denominator != 1
-            or not 1 <= joined[0] <= max_target
-            or joined[0] in numbers
-        ):
+        if joined is None:
             continue
 
-        key = (tuple(sorted(numbers)), int(joined[0]))
+        value, text = joined
+        is_whole = value.denominator == 1
+        if not is_whole or not 1 <= value <= max_target or value in numbers:
+            continue
+
+        key = (tuple(sorted(numbers)), int(value))
         if key not in seen:
             seen.add(key)
             misses = 0
-            yield Problem(tuple(numbers), int(joined[0]), joined[1])
+            yield Problem(tuple(numbers), int(value), text)
 
 
 def make_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it."""
+    """Return one row as the trainer reads it."""
     numbers = list(problem.numbers)
     return {
         "data_source": DATA_SOURCE,

@@ -29,16 +29,18 @@ SPLITS = ("train", "test")
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Questions and answers of a split, from a folder, or else from the hub. Ends the script if the
-    folder has none."""
+    """Return questions and answers of a split, from a folder, or else from the hub.
+
+    Ends the script if the folder has none.
+    """
     if folder is None:
         return load_from_hub(DATA_SOURCE, "main", split=split)
     path = Path(folder).expanduser() / f"{split}.jsonl"
     if path.is_file():
         return read_json_rows(path)
-    of_the_hub = sorted(path.parent.glob(f"main/{split}-*.parquet"))
-    if of_the_hub:
-        return pq.read_table(of_the_hub).to_pylist()
+    copied = sorted(path.parent.glob(f"main/{split}-*.parquet"))
+    if copied:
+        return pq.read_table(copied).to_pylist()
     sys.exit(
         f"'{path.parent}' must hold {path.name}, or main/{split}-*.parquet as a copy of the hub's "
         f"folder has it, for the split {split}, found neither."
@@ -46,8 +48,10 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it. DataError for one without question, or without an answer
-    with its number."""
+    """Return one row as the trainer reads it.
+
+    Raises DataError for one without question, or without an answer with its number.
+    """
     columns = ("question", "answer")
     require_columns(raw, columns, f"{split} row {index}")
     for column in columns:
@@ -112,10 +116,9 @@ def write_splits(
     target.mkdir(parents=True, exist_ok=True)
 
     for split in SPLITS:
-        rows = [
-            make_row(raw, split, i)
-            for i, raw in enumerate(read_raw(options.local_dataset_path, split))
-        ]
+        rows = []
+        for index, raw in enumerate(read_raw(options.local_dataset_path, split)):
+            rows.append(make_row(raw, split, index))
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")
 

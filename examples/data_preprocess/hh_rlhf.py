@@ -31,8 +31,10 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Pairs of a split, from a folder, or else from the hub; none where the folder has no file of
-    that split."""
+    """Return the pairs of a split, from a folder, or else from the hub.
+
+    There are none where the folder has no file of that split.
+    """
     if folder is None:
         return load_from_hub(DATA_SOURCE, split=split)
     files = sorted(Path(folder).expanduser().glob(f"*{split}*.jsonl*"))
@@ -40,7 +42,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 
 
 def split_turns(text: str) -> list[dict[str, str]]:
-    """A transcript as messages; turns of one speaker that follow each other become one."""
+    """Split a transcript into messages. Turns of one speaker that follow each other become one."""
     parts = _TURN.split(text)[1:]
     messages: list[dict[str, str]] = []
     for speaker, content in zip(parts[::2], parts[1::2]):
@@ -52,21 +54,24 @@ def split_turns(text: str) -> list[dict[str, str]]:
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """One row as the trainer reads it; None for a pair that does not differ in a last answer to the
-    same prompt. DataError for one that lacks a column."""
+    """Return one row as the trainer reads it.
+
+    None for a pair that does not differ in a last answer to the same prompt. Raises DataError for
+    one that lacks a column.
+    """
     require_columns(raw, ("chosen", "rejected"), f"{split} row {index}")
-    chosen, rejected = split_turns(raw["chosen"]), split_turns(raw["rejected"])
-    roles = [message["role"] for message in chosen]
-    if (
-        len(chosen) < 2
-        or roles[0] != "user"
-        or roles[-1] != "assistant"
-        or not all(m["content"] for m in chosen)
-    ):
+    chosen = split_turns(raw["chosen"])
+    rejected = split_turns(raw["rejected"])
+
+    is_dialogue = (
+        len(chosen) >= 2
+        and chosen[0]["role"] == "user"
+        and chosen[-1]["role"] == "assistant"
+        and all(message["content"] for message in chosen)
+    )
+    if not is_dialogue or chosen[:-1] != rejected[:-1]:
         return None
 
-    if chosen[:-1] != rejected[:-1]:
-        return None
     return {
         "data_source": DATA_SOURCE,
         "prompt": chosen[:-1],
@@ -100,17 +105,20 @@ def main(arguments: list[str] | None = None) -> None:
     written = 0
 
     for split in SPLITS:
-        made = [
-            make_row(raw, split, i)
-            for i, raw in enumerate(read_raw(options.local_dataset_path, split))
-        ]
-        rows = [row for row in made if row is not None]
+        rows = []
+        num_left_out = 0
+        for index, raw in enumerate(read_raw(options.local_dataset_path, split)):
+            row = make_row(raw, split, index)
+            if row is None:
+                num_left_out += 1
+            else:
+                rows.append(row)
         if not rows:
             continue
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(
-            f"wrote {len(rows):,} rows to {target / split}.parquet, left out "
-            f"{len(made) - len(rows)} that do not pair"
+            f"wrote {len(rows):,} rows to {target / split}.parquet, left out {num_left_out} "
+            "that do not pair"
         )
         written += len(rows)
 

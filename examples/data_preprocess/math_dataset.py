@@ -33,8 +33,10 @@ FILES = {
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Problems of a split, from a folder, or else from the hub. Ends the script if the folder has
-    none."""
+    """Return the problems of a split, from a folder, or else from the hub.
+
+    Ends the script if the folder has none.
+    """
     if folder is None:
         return load_from_hub(HUB_NAME, split=split)
     root = Path(folder).expanduser()
@@ -47,13 +49,15 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 
 
 def final_answer(raw: dict[str, Any]) -> str | None:
-    """The answer as given, or what the solution boxes last; None where there is neither."""
+    """Return the answer, or the last \\boxed{} of the solution; None where there is neither."""
     given = raw.get("answer")
-    return last_boxed(raw.get("solution") or "") if given in (None, "") else str(given)
+    if given in (None, ""):
+        return last_boxed(raw.get("solution") or "")
+    return str(given)
 
 
 def make_row(raw: dict[str, Any], answer: str, split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it. DataError for one without a problem."""
+    """Return one row as the trainer reads it. Raises DataError for one without a problem."""
     require_columns(raw, ("problem",), f"{split} row {index}")
     return {
         "data_source": DATA_SOURCE,
@@ -71,22 +75,28 @@ def make_row(raw: dict[str, Any], answer: str, split: str, index: int) -> dict[s
 
 
 def make_rows(raw_rows: Iterable[dict[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Rows of a split. Problems without an answer cannot be scored; they are left out, and
-    named."""
-    answers = [(index, raw, final_answer(raw)) for index, raw in enumerate(raw_rows)]
-    without = [index for index, _, answer in answers if answer is None]
+    """Return the rows of a split.
+
+    Problems without an answer cannot be scored; they are left out, and their numbers printed.
+    """
+    rows = []
+    without = []
+    for index, raw in enumerate(raw_rows):
+        answer = final_answer(raw)
+        if answer is None:
+            without.append(index)
+        else:
+            rows.append(make_row(raw, answer, split, index))
+
+    count = len(rows) + len(without)
     if without:
         print(
-            f"left out {len(without)} of {len(answers):,} {split} problems that have no answer: "
+            f"left out {len(without)} of {count:,} {split} problems that have no answer: "
             f"rows {without}"
         )
-
-    rows = [
-        make_row(raw, answer, split, index) for index, raw, answer in answers if answer is not None
-    ]
     if not rows:
         raise DataError(
-            f"The split {split} has no problem with an answer, got {len(answers):,} rows without. "
+            f"The split {split} has no problem with an answer, got {count:,} rows without. "
             "Each needs an 'answer', or a 'solution' with \\boxed{}."
         )
     return rows

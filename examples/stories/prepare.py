@@ -47,8 +47,10 @@ NUM_VALIDATION = 32
 
 
 def make_row(split: str, index: int, first: str, second: str) -> dict:
-    """One prompt in the format of every data set; `reward.py` reads the two words from the ground
-    truth."""
+    """Return one prompt in the format of every data set.
+
+    `reward.py` reads the two words from the ground truth.
+    """
     return {
         "data_source": "stories",
         "prompt": [{"role": "user", "content": f"This is a story about a {first} and a {second}."}],
@@ -59,13 +61,17 @@ def make_row(split: str, index: int, first: str, second: str) -> dict:
 
 
 def make_splits(seed: int) -> dict[str, list[dict]]:
-    """Validation takes some pairs of things in one order, training all other pairs in both orders,
-    shuffled."""
+    """Return the rows of both splits.
+
+    Validation has some pairs of things in one order, training all other pairs in both orders.
+    """
     draw = random.Random(seed)
     pairs = list(itertools.combinations(THINGS, 2))
     draw.shuffle(pairs)
     held_out, others = pairs[:NUM_VALIDATION], pairs[NUM_VALIDATION:]
-    training = [ordered for one, other in others for ordered in ((one, other), (other, one))]
+    training = []
+    for one, other in others:
+        training += [(one, other), (other, one)]
     draw.shuffle(training)
     return {
         "train": [make_row("train", index, *pair) for index, pair in enumerate(training)],

@@ -25,17 +25,20 @@ def mean(values: list[float]) -> float:
 
 
 def validation_score(lines: list[dict[str, Any]]) -> list[float]:
-    """The mean reward on held-out pairs, of every validation in order."""
-    return [
-        value
-        for line in lines
-        for name, value in line.items()
-        if name.startswith("val-core/") and "/mean@" in name
-    ]
+    """Return the mean reward on held-out pairs, of every validation in order."""
+    scores = []
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("val-core/") and "/mean@" in name:
+                scores.append(value)
+    return scores
 
 
 def tenths(values: list[float]) -> list[float]:
-    """Mean of each tenth of the values, the nearest value where there are fewer than ten."""
+    """Return the mean of each tenth of the values.
+
+    It is the nearest value where there are fewer than ten.
+    """
     means = []
     for tenth in range(10):
         start = len(values) * tenth // 10
@@ -55,8 +58,11 @@ def window_of(num_steps: list[int]) -> int:
 
 
 def curve_row(lines: list[dict[str, Any]], window: int) -> list[float]:
-    """First and last reward, validation before and after, KL, seconds a step, reward of each tenth
-    of the run."""
+    """Return the figures of a run.
+
+    They are first and last reward, validation before and after, KL, seconds a step, and the reward
+    of each tenth of the run.
+    """
     steps = step_lines(lines)
     rewards = [line["critic/score/mean"] for line in steps]
     validation = validation_score(lines)
@@ -86,21 +92,17 @@ def print_curves(folders: list[Path]) -> None:
         print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row[:6]) + " |")
 
     print("\nReward, mean over each tenth of the run:\n")
-    print(
-        "| seed | "
-        + " | ".join(str(number) for number in range(1, 11))
-        + " |\n"
-        + "|---" * 11
-        + "|"
-    )
+    numbers = " | ".join(str(number) for number in range(1, 11))
+    print(f"| seed | {numbers} |\n" + "|---" * 11 + "|")
     for name, row in zip([*names, "mean"], [*rows, means]):
         print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in row[6:]) + " |")
 
 
 def print_samples(folder: Path) -> None:
-    """The first sample of every few held-out prompts, before and after, whatever their reward."""
+    """Print the first sample of every few held-out prompts, before and after."""
     files = sorted((folder / "generations").glob("*.jsonl"), key=lambda path: int(path.stem))
-    before, after = read_lines(files[0]), read_lines(files[-1])
+    before = read_lines(files[0])
+    after = read_lines(files[-1])
     every = len(before) // NUM_SAMPLES
     print(
         f"\nHeld-out prompts ({folder.name}), the same ones before and after, not picked by their "
@@ -112,10 +114,8 @@ def print_samples(folder: Path) -> None:
         prompt = before[number]["input"].removeprefix("<s>").strip()
         cells = [prompt]
         for row in (before[number], after[number]):
-            cells += [
-                f"{row['score']:.1f}",
-                " ".join(row["output"].replace("|", "/").replace("<s>", "").split()),
-            ]
+            text = row["output"].replace("|", "/").replace("<s>", "")
+            cells += [f"{row['score']:.1f}", " ".join(text.split())]
         print("| " + " | ".join(cells) + " |")
 
 

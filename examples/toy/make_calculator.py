@@ -83,7 +83,7 @@ _TEXT = (
     "while last might us great old year off come since go against came right used take three"
 )
 WORDS = _TEXT.split()
-# What an instruction asks for: {instruction: answer}, with the text to repeat in braces.
+# {instruction: the answer that it asks for}, with the text to repeat in braces
 FORMS = {
     "Say {}": "{}",
     "Repeat {}.": "{}",
@@ -139,7 +139,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the texts of the task; each digit is a token of its own."""
+    """Make a byte-level BPE over the texts of the task; each digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -183,7 +183,7 @@ def _texts_for_tokens() -> list[str]:
 
 
 def make_model() -> LlamaForCausalLM:
-    """An untrained Llama of 0.31 million parameters."""
+    """Make an untrained Llama of 0.31 million parameters."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=96,
@@ -228,8 +228,9 @@ def pretrain(
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, chat: list[Message]) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and labels: the ids of the assistant's turns, -100 elsewhere."""
-    ids, labels = [], []
+    """Return token ids of a conversation, and labels: -100 outside of the assistant's turns."""
+    ids = []
+    labels = []
     for message in chat:
         head = tokenizer(f"{START}{message['role']}\n")["input_ids"]
         body = tokenizer(message["content"] + END)["input_ids"]
@@ -241,7 +242,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, chat: list[Message]) -> tuple[li
 
 
 def _padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels (rows, T), padded on the right."""
+    """Return ids and labels (rows, T), padded on the right."""
     longest = max(len(ids) for ids, _ in rows)
     ids = [row + [0] * (longest - len(row)) for row, _ in rows]
     labels = [row + [-100] * (longest - len(row)) for _, row in rows]
@@ -252,7 +253,7 @@ def _padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torc
 
 
 def make_row(split: str, index: int, one: int, other: int) -> dict[str, Any]:
-    """A row in the format of every data set, with the fields that offer it the tool."""
+    """Return a row in the format of every data set, with the fields that offer it the tool."""
     question = f"What is {one} * {other}?"
     answer = str(one * other)
     return {
@@ -273,7 +274,7 @@ def make_row(split: str, index: int, one: int, other: int) -> dict[str, Any]:
 
 
 def make_demo(one: int, other: int) -> dict[str, Any]:
-    """A conversation that calls the tool, as supervised fine-tuning reads it."""
+    """Return a conversation that calls the tool, as supervised fine-tuning reads it."""
     product = str(one * other)
     messages = [
         {"role": "user", "content": f"What is {one} * {other}?"},

@@ -1,5 +1,4 @@
-"""Make the toy model and the toy set that ship in `verl/data`: a tiny Llama that is right a third
-of the time.
+"""Make the toy model and the toy set in `verl/data`: a tiny Llama, right a third of the time.
 
 The model is fine-tuned on all sums of two numbers up to 12. A third of the weight is on the right
 answer ("14"), most of the rest on "no idea", a little on slips ("13", "15"). So its samples are
@@ -38,7 +37,10 @@ DATA_FOLDER = Path(__file__).resolve().parents[2] / "verl" / "data"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text can be encoded and decoded, behind five special tokens."""
+    """Make a tokenizer with a token for each byte, behind five special tokens.
+
+    So it encodes and decodes any text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -59,7 +61,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(num_tokens: int) -> LlamaForCausalLM:
-    """An untrained Llama of half a million parameters with grouped-query attention."""
+    """Make an untrained Llama of half a million parameters with grouped-query attention."""
     config = LlamaConfig(
         vocab_size=(num_tokens + 15) // 16 * 16,
         hidden_size=128,
@@ -79,7 +81,7 @@ def make_model(num_tokens: int) -> LlamaForCausalLM:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, one: int, other: int) -> list[int]:
-    """Token ids of the chat prompt that asks for a sum."""
+    """Return token ids of the chat prompt that asks for a sum."""
     message = {"role": "user", "content": question(one, other)}
     text: Any = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)
@@ -90,7 +92,7 @@ def question(one: int, other: int) -> str:
 
 
 def answer_weights(total: int) -> dict[str, float]:
-    """Answers to a sum and the share of samples that shall give each."""
+    """Return answers to a sum, each with the share of samples that shall give it."""
     slips = {str(total + offset): SLIP_SHARE / len(SLIPS) for offset in SLIPS}
     return {str(total): RIGHT_SHARE, PASS: PASS_SHARE, **slips}
 
@@ -98,17 +100,20 @@ def answer_weights(total: int) -> dict[str, float]:
 def training_rows(
     tokenizer: PreTrainedTokenizerFast,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every question with every answer: ids (rows, T) right-padded, labels (rows, T), weight
-    (rows,)."""
-    rows, labels, weights = [], [], []
+    """Return every question with every answer.
+
+    Returns:
+        Token ids (rows, T), padded on the right, labels (rows, T), and weights (rows,).
+    """
+    rows = []
+    labels = []
+    weights = []
     for one in range(1, LARGEST + 1):
         for other in range(1, LARGEST + 1):
             prompt = prompt_ids(tokenizer, one, other)
             for answer, weight in answer_weights(one + other).items():
-                target = [
-                    *tokenizer.encode(answer, add_special_tokens=False),
-                    tokenizer.eos_token_id,
-                ]
+                answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+                target = [*answer_ids, tokenizer.eos_token_id]
                 rows.append(prompt + target)
                 labels.append([-100] * len(prompt) + target)
                 weights.append(weight)
@@ -126,8 +131,10 @@ def train(
     batch_size: int,
     lr: float,
 ) -> None:
-    """Weighted cross-entropy over the answers; its minimum is exactly the distribution of
-    `answer_weights`."""
+    """Minimize a weighted cross-entropy over the answers.
+
+    Its minimum is exactly the distribution of `answer_weights`.
+    """
     ids, labels, weights = training_rows(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -158,8 +165,10 @@ def train(
 def right_share(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, one: int, other: int
 ) -> float:
-    """Probability that a sample at temperature 1 is the right answer and then ends: exact, nothing
-    is drawn."""
+    """Return the probability that a sample at temperature 1 is the right answer and then ends.
+
+    It is exact: nothing is drawn.
+    """
     prompt = prompt_ids(tokenizer, one, other)
     target = [*tokenizer.encode(str(one + other), add_special_tokens=False), tokenizer.eos_token_id]
     log_probs = model(torch.tensor([prompt + target])).logits.float().log_softmax(-1)[0]
@@ -168,7 +177,7 @@ def right_share(
 
 
 def toy_row(index: int, one: int, other: int) -> dict:
-    """A row of the toy set in the format of every data set."""
+    """Return a row of the toy set in the format of every data set."""
     return {
         "data_source": "toy",
         "prompt": [{"role": "user", "content": question(one, other)}],
@@ -223,10 +232,8 @@ def main() -> None:
     (arguments.output / "toy_prompts.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
-    print(
-        f"wrote {folder} ({sum(p.numel() for p in model.parameters()):,} parameters) and "
-        "toy_prompts.jsonl"
-    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"wrote {folder} ({parameters:,} parameters) and toy_prompts.jsonl")
 
 
 if __name__ == "__main__":
