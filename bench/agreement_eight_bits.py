@@ -3,8 +3,8 @@
 One after the other, engines in float32, bfloat16 and fp8 get the same weights and compute the whole
 distribution of every next token of the same sequences, which the bfloat16 engine has drawn. The
 table has KL(bfloat16 || fp8) and, as the size of ordinary rounding, KL(float32 || bfloat16): means
-over tokens, and the largest ones. With `--kind fp8kv`, keys and values are in eight bits in place of
-weights, with `fp8both` all three. Then the distributions are those after the drawn tokens, which
+over tokens, and the largest ones. With `--kind fp8kv`, keys and values are in eight bits in place
+of weights, with `fp8both` all three. Then the distributions are those after the drawn tokens, which
 all engines compute from keys and values in their pages. `int8` in place of `fp8` is the other
 format.
 

@@ -1,5 +1,7 @@
-"""vLLM's responses to the prompts of `agreement.py`, which starts this script with the folder of
-its files."""
+"""vLLM's responses to the prompts of `agreement.py`.
+
+That script starts this one with the folder of its files.
+"""
 
 import json
 import sys

@@ -204,7 +204,7 @@ def prepare(given: argparse.Namespace, words: list[str]) -> None:
 def run_schedule(
     given: argparse.Namespace, schedule: str, words: list[str]
 ) -> tuple[list[Line], str | None]:
-    """Train in processes of their own; return the metrics of the steps that ended, and a problem."""
+    """Train in processes of their own. Return the metrics of the steps that ended, and a problem."""
     command = [SCRIPT, "--only", schedule, *words]
     if given.ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]

@@ -7,8 +7,8 @@ Two measurements on a CPU:
 - Stories: a real model continues prompts at temperature 1, 8 samples each, a few prompts at a time,
   with and without `rollout.speculative.method=ngram`, both with `deterministic=true`. Exit code 1 if
   a token or a bit of a log-prob differs.
-- Forced text: answers of a JSON-lines file (`question`, `answer`) count as drawn. A draft that equals
-  the text saves a step. No model runs.
+- Forced text: answers of a JSON-lines file (`question`, `answer`) count as drawn. A draft that
+  equals the text saves a step. No model runs.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python bench/engines_learn.py MODEL --server-python VENV/bin/python [--seeds 1,2,3] [--steps 40]
 
-Runs `examples/stories/run.sh` with each engine, every hand-over of weights proved. MODEL is the folder
-of stories260K with heads that vLLM can compute (`widen_heads.py`). Exit code 1 if a log-prob of the
+Runs `examples/stories/run.sh` with each engine, every hand-over of weights proved. MODEL is the
+folder of stories260K with heads that vLLM can compute (`widen_heads.py`). Exit code 1 if a log-prob of the
 server differs from the trainer's by more than 1e-6 in the mean of a step, or if the mean rewards of
 the last quarter differ by more than three standard errors of the seeds.
 """

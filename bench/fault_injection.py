@@ -1,8 +1,7 @@
-"""The fault of a case of bench/faults.py, in the process of one rank: `model.external_lib` of that
-run, so that every process of a role imports it.
+"""The fault of a case of `faults.py`, which runs name as `model.external_lib`.
 
-FAULT_KIND, FAULT_RANK and FAULT_METHOD say which; the second call of the method has it. FAULT_FILE
-gets the time.
+So every process of a role imports it. FAULT_KIND, FAULT_RANK and FAULT_METHOD choose the fault; it
+comes with the second call of the method, and its time goes to FAULT_FILE.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 def with_fault(method: Any) -> Any:
-    """The method, which fails at its second call on the rank of the case."""
+    """Return the method, which fails at its second call on the rank of the case."""
     calls = 0
 
     @functools.wraps(method)

@@ -1,11 +1,11 @@
-"""Are faults noticed, named and cleaned up? A toy training in which a process dies, stops or raises.
+"""Are faults noticed, named and cleaned up? Toy trainings in which a process dies, stops or raises.
 
     python bench/faults.py                # all cases
     python bench/faults.py SIGSTOP ray    # those that contain every word
 
 Prints a table: fault, backend, phase, seconds to the error, whether its first line names the right
-process, and processes left 30 s after it. Exit code 1 if a fault is not noticed within the deadline,
-wrongly named, or leaves a process.
+process, and processes left 30 s after it. Exit code 1 if a fault is not noticed within the
+deadline, wrongly named, or leaves a process.
 """
 
 import argparse

@@ -17,7 +17,7 @@ REPEATS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was measured here, with as many threads as the run has."""
+    """Speeds measured on this machine, with as many threads as the run has."""
 
     gflops: float  # fp32 matrix products, 10^9 operations a second
     gb_per_s: float  # copying, bytes read and written
@@ -25,8 +25,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What of a model decides how long a token takes. Parameters of linear layers; a multiply-add
-    is two operations."""
+    """The sizes of a model that decide how long a token takes.
+
+    Parameters are those of linear layers; a multiply-add is two operations.
+    """
 
     body: int  # parameters of all matrices but the head and experts
     head: int
@@ -54,8 +56,7 @@ class Work:
 
 
 def measure_machine(cache_bytes: int) -> Machine:
-    """Best of several matrix products of 1,024 x 1,024, and of several copies of `cache_bytes`
-    bytes."""
+    """Measure products of 1,024 x 1,024 matrices and copies of `cache_bytes` bytes."""
     one = torch.randn(1024, 1024)
     other = torch.randn(1024, 1024)
     source = torch.ones(max(1, cache_bytes // 4))
@@ -76,7 +77,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def read_shape(folder: Path) -> Shape:
-    """Counted on a model without memory, of the configuration in `folder`."""
+    """Return the sizes of the configuration in `folder`, counted on a model without memory."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -107,12 +108,16 @@ def read_shape(folder: Path) -> Shape:
 
 
 def cached_bytes(shape: Shape, work: Work) -> int:
-    """The key-value cache halfway through the responses."""
+    """Return the size of the key-value cache halfway through the responses."""
     return int(work.rows * (work.prompt + work.new / 2) * shape.cache_bytes)
 
 
 def rollout_floor(machine: Machine, shape: Shape, work: Work) -> float:
-    """Prompts once, then a forward pass for every token, reading all keys and values before it."""
+    """Return the least seconds of a rollout.
+
+    Prompts are computed once. Then every token takes a forward pass, which reads all keys and
+    values before it.
+    """
     mean_context = work.prompt + work.new / 2
     # the last token drawn is not fed back
     tokens = work.prompts * work.prompt + work.rows * (work.new - 1)
@@ -123,8 +128,11 @@ def rollout_floor(machine: Machine, shape: Shape, work: Work) -> float:
 
 
 def update_floor(machine: Machine, shape: Shape, work: Work) -> float:
-    """Forward and backward, three times the operations of a forward pass, over prompts and
-    responses."""
+    """Return the least seconds of an update.
+
+    Forward and backward take three times the operations of a forward pass, over prompts and
+    responses.
+    """
     length = work.prompt + work.new
     forward = 2 * shape.body * work.rows * length + 2 * shape.head * work.rows * work.new
     forward += shape.attention * work.rows * length * length / 2

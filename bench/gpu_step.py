@@ -1,5 +1,4 @@
-"""GRPO steps of a random model of Qwen2.5-1.5B's shape on one CUDA device, through the real
-trainer.
+"""GRPO steps of a random model of Qwen2.5-1.5B's shape on one CUDA device, by the real trainer.
 
 64 prompts of 256 random tokens, 8 responses of 512 forced tokens each, one optimizer step: fp32
 parameters and moments, bf16 compute, the embedded engine in bf16. Nothing is downloaded: the model
@@ -58,7 +57,7 @@ class RandomPrompts:
 
 
 def even_share(batch: DataProto, return_dict: bool = False) -> Any:
-    """The reward: the share of even token ids among the responses, on the last token."""
+    """Reward the share of even token ids of a response, on its last token."""
     mask = batch.batch["response_mask"]
     share = ((batch.batch["responses"] % 2 == 0) * mask).sum(-1) / mask.sum(-1)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
@@ -69,14 +68,18 @@ def even_share(batch: DataProto, return_dict: bool = False) -> Any:
 def write_model(
     folder: Path, shape: dict[str, Any], device: torch.device, *, gain: float = 1.0
 ) -> int:
-    """A random model in bf16, its logits `gain` times as large as those of transformers'
-    initialization, and a small tokenizer, whose ids all fit; gives the number of parameters."""
-    tokenizer = make_tokenizer(seed=0)
-    numbers: dict[str, Any] = dict(shape)
-    special: Any = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    """Write a random model in bf16, and a small tokenizer, whose ids all fit.
+
+    Logits are `gain` times as large as those of transformers' initialization.
+
+    Returns:
+        The number of parameters.
+    """
+    tokenizer: Any = make_tokenizer(seed=0)
     config = Qwen2Config(
-        **numbers,
-        **special,
+        **shape,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         max_position_embeddings=4096,
         bos_token_id=None,
     )
@@ -127,7 +130,7 @@ def make_config(arguments: argparse.Namespace, folder: Path, device: torch.devic
 def print_table(
     steps: list[dict[str, float]], arguments: argparse.Namespace, name: str, parameters: int
 ) -> None:
-    """Means over the steps after the first."""
+    """Print means over the steps after the first."""
     counted = steps[1:]
 
     def mean(key: str) -> float:

@@ -1,9 +1,8 @@
-"""Make the small model that both sides of `grpo_cpu.py` train: a random Qwen2 with a tokenizer of
-its own.
+"""Make the small model of `grpo_cpu.py`: a random Qwen2 with a tokenizer of its own.
 
 4 layers, hidden size 128, 4 query and 2 key heads, tied embeddings: 0.7 million parameters. The
-tokenizer is a byte-level BPE of 1,000 tokens, single digits apart, learnt from made-up sums and
-words; the vocabulary is padded to 1,024.
+tokenizer is a byte-level BPE of 1,000 tokens, with a token for each digit, learnt from made-up sums
+and words; the vocabulary is padded to 1,024.
 
 Run `python bench/make_tiny_model.py FOLDER`. A fixed seed gives the same model every time.
 """
@@ -27,7 +26,7 @@ CORPUS_WORDS = 1200
 
 
 def corpus(seed: int) -> Iterator[str]:
-    """Lines to learn merges from: sums, and sentences of made-up words."""
+    """Yield lines to learn merges from: sums, and sentences of made-up words."""
     draw = random.Random(seed)
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvw" for vowel in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(2, 4))) for _ in range(CORPUS_WORDS)]
@@ -85,7 +84,7 @@ def make_model(seed: int, *, end: int, pad: int) -> Qwen2ForCausalLM:
 
 
 def make(folder: Path, seed: int = 0) -> int:
-    """Write model and tokenizer; gives the number of parameters."""
+    """Write model and tokenizer. Return the number of parameters."""
     tokenizer = make_tokenizer(seed)
     ids: Any = tokenizer.convert_tokens_to_ids([END, PAD])
     model = make_model(seed, end=ids[0], pad=ids[1])

@@ -42,9 +42,9 @@ from verl.protocol import DataProto
 from verl.rollout import Request, SamplingParams, create_rollout_engine
 from verl.rollout.base import Completions
 from verl.utils.peaks import phase_peaks
+from verl.utils.units import GIB
 from verl.workers.trained import add_adapters, parameter_dtype
 
-GIB = 2**30
 ROLE = "actor_rollout_ref"
 PHASES = ("load", "weights to the rollout", "rollout", "old log-probs", "actor update")
 HEADER = (

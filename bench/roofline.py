@@ -1,5 +1,4 @@
-"""The least time of a rollout on one device: what must be read and multiplied, at the best measured
-speeds.
+"""The least time of a rollout on one device: its reads and products at the best measured speeds.
 
 The bound is additive. A decode step of r rows takes max(weights read, matrix products of r rows)
 plus the reading of the keys and values of each row's context so far, within the window of a layer
@@ -50,12 +49,11 @@ class Roofline:
 def decode_schedule(
     limits: NDArray[np.int64], prompt_tokens: int, max_num_seqs: int, window: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows alive in each decode step, and the tokens of context that they read together, their new
-    ones included, at most `window` of a row.
+    """Return the rows alive in each decode step, and the tokens of context that they read together.
 
-    All samples start together; where they are more than max_num_seqs, the longest start first and a
-    slot that falls free is filled at once. A sample's first token comes from the prefill, so that
-    it takes part in limit - 1 steps.
+    New tokens count too, and at most `window` of a row. All samples start together; where they
+    are more than max_num_seqs, the longest start first and a slot that falls free is filled at
+    once. A sample's first token comes from the prefill, so that it takes part in limit - 1 steps.
     """
     order = np.sort(limits)[::-1]
     free_from = [0] * min(max_num_seqs, len(order))
@@ -84,8 +82,10 @@ def rollout_roofline(
     max_num_seqs: int,
     dtype_bytes: int,
 ) -> Roofline:
-    """The bound for samples of `limits` (n,) tokens of `prompts` distinct prompts of
-    `prompt_tokens` tokens."""
+    """Return the bound for samples of `limits` (n,) tokens.
+
+    They answer `prompts` distinct prompts of `prompt_tokens` tokens each.
+    """
     flops = machine.gflops * 1e9
     bandwidth = machine.gb_per_s * 1e9
     # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them
@@ -115,15 +115,14 @@ def rollout_roofline(
 
 
 def measure(device: str) -> Machine:
-    """What this machine can do, best of several runs each: bf16 on CUDA, fp32 on CPU."""
+    """Measure the best speeds of this machine in several runs: bf16 on CUDA, fp32 on CPU."""
     if device == "cpu":
         return measure_machine(CPU_COPIED_BYTES)
     source = torch.ones(COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     copy_s = _best_cuda(lambda: target.copy_(source))
-    one, other = (
-        torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
+    one = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16)
+    other = torch.randn_like(one)
     product = torch.empty_like(one)
     product_s = _best_cuda(lambda: torch.mm(one, other, out=product))
     return Machine(
@@ -132,7 +131,7 @@ def measure(device: str) -> Machine:
 
 
 def _best_cuda(work: Callable[[], object]) -> float:
-    """Seconds on the device; the first runs choose kernels and raise the clock."""
+    """Return the least seconds on the device; the first runs choose kernels and raise the clock."""
     seconds = []
     for _ in range(REPEATS):
         start = torch.cuda.Event(enable_timing=True)

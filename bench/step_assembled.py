@@ -1,7 +1,8 @@
-"""The best that can be assembled from parts, as verl did before it had an engine of its own: vLLM
-generates, the packed and compiled transformers model of `training_torch.py` learns, and takes turns
-with vLLM on the device (sleep level 2, wake). Weights go over in buckets of bf16 within this
-process. `step.py` starts this script. Needs `pip install vllm`.
+"""The best that can be assembled from parts at the work of `step.py`, which starts this script.
+
+vLLM generates, the packed and compiled transformers model of `training_torch.py` learns, and takes
+turns with vLLM on the device (sleep level 2, wake). Weights go over in buckets of bf16 within this
+process. Needs `pip install vllm`.
 """
 
 import os
@@ -28,7 +29,7 @@ BUCKET_BYTES = 2**30
 
 
 class SleepingVLLM(VLLM):
-    """vLLM as `rollout.py` runs it, that gives its memory back between rollouts."""
+    """vLLM as `rollout.py` runs it, which gives its memory back between rollouts."""
 
     def __init__(self, job: StepJob) -> None:
         self.engine = vllm.LLM(
@@ -74,7 +75,7 @@ class Clock:
 
 
 def buckets(model: torch.nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """All weights by name in bf16, about a GiB at a time; a tied weight once."""
+    """Yield all weights by name in bf16, about a GiB at a time; a tied weight once."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, parameter in model.named_parameters():
@@ -89,7 +90,7 @@ def buckets(model: torch.nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
 
 
 def make_trainer(job: StepJob) -> Torch:
-    """The side of `training.py`, on the weights of the folder."""
+    """Make the side of `training.py`, with the weights of the folder."""
     sizes = Job(
         folder=f"{job.folder}/model",
         device=job.device,
@@ -117,26 +118,28 @@ def make_trainer(job: StepJob) -> Torch:
 
 
 def to_rows(asks: list[Ask], outputs: list[Any]) -> list[Row]:
-    """Trajectories with GRPO's advantages; the reward is the share of even token ids, as in
-    `gpu_step.py`."""
+    """Return trajectories with GRPO's advantages.
+
+    The reward is the share of even token ids, as in `gpu_step.py`.
+    """
     rows: list[Row] = []
     requests = iter(outputs)
     for ask in asks:
-        answers = [next(requests).outputs[0] for _ in ask.limits]
-        # The log-probs of the rollout are what a trainer compares with its own.
-        for answer in answers:
-            assert (
-                len([at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs)]) > 0
-            )
-        responses = [tuple(answer.token_ids) for answer in answers]
+        responses = []
+        for _ in ask.limits:
+            answer = next(requests).outputs[0]
+            # A trainer reads the log-probs of the rollout, to compare them with its own.
+            read = [at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs)]
+            assert read
+            responses.append(tuple(answer.token_ids))
+
         rewards = np.array([np.mean(np.array(response) % 2 == 0) for response in responses])
-        advantages = (
-            (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-            if len(rewards) > 1
-            else rewards
-        )
+        advantages = rewards
+        if len(rewards) > 1:
+            advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         prompt = torch.tensor(ask.prompt_ids)
-        rows += [Row(prompt, torch.tensor(ids), float(a)) for ids, a in zip(responses, advantages)]
+        for ids, advantage in zip(responses, advantages):
+            rows.append(Row(prompt, torch.tensor(ids), float(advantage)))
 
     return rows
 
@@ -144,7 +147,7 @@ def to_rows(asks: list[Ask], outputs: list[Any]) -> list[Row]:
 def step(
     job: StepJob, number: int, rollout: SleepingVLLM, trainer: Torch
 ) -> tuple[dict[str, float], list[Row], float]:
-    """One GRPO step: what each phase took, the rows, and the norm of the gradient."""
+    """Run one GRPO step. Return the seconds of each phase, the rows, and the gradient's norm."""
     limits = job.limits().tolist()
     prompts = draw_prompts(job.prompts, job.prompt_tokens, job.vocabulary, job.seed, number)
     asks = [Ask(prompt, tuple(row)) for prompt, row in zip(prompts, limits)]

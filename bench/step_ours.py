@@ -1,5 +1,7 @@
-"""Our trainer at the work of `step.py`, which starts this script: the run of `gpu_step.py`, timed
-by the trainer."""
+"""Our trainer at the work of `step.py`, which starts this script.
+
+It is the run of `gpu_step.py`, timed by the trainer.
+"""
 
 import argparse
 import shutil
@@ -26,14 +28,14 @@ ROWS = {
 
 
 def impose_lengths(rollout: Any, job: StepJob) -> None:
-    """Give every sample of a step its length, for which the trainer has no key."""
+    """Give every sample of a step its length. The trainer has no key for that."""
     generate = rollout.generate
     limits = job.limits().tolist()
 
     def limited(requests: list[Request], *arguments: Any, **named: Any) -> Any:
-        asked = [
-            replace(each, limits=tuple(row)) for each, row in zip(requests, limits, strict=True)
-        ]
+        asked = []
+        for request, row in zip(requests, limits, strict=True):
+            asked.append(replace(request, limits=tuple(row)))
         return generate(asked, *arguments, **named)
 
     rollout.generate = limited

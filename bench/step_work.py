@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from processes import JobFile, side_arguments
 from rollout_work import draw_limits, parse_lengths
 
+from verl.utils.units import GIB
+
 SAMPLED_EVERY_S = 0.02
 
 
@@ -76,7 +78,7 @@ def digit_prompts(job: StepJob, tokenizer: Any) -> list[str]:
 
 
 class DeviceMemory:
-    """The most memory in use on the whole device, whoever allocated it, looked at every 20 ms."""
+    """The most memory in use on the whole device, by any process, sampled every 20 ms."""
 
     def __init__(self, device: torch.device) -> None:
         self.peak_gib = 0.0
@@ -97,7 +99,7 @@ class DeviceMemory:
     def _look(self) -> None:
         while not self._done.wait(SAMPLED_EVERY_S):
             free, total = torch.cuda.mem_get_info()
-            self.peak_gib = max(self.peak_gib, (total - free) / 2**30)
+            self.peak_gib = max(self.peak_gib, (total - free) / GIB)
 
 
 def serve(run: Callable[[StepJob], dict[str, Any]], description: str | None) -> None:

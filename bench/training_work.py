@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.utils.peaks import phase_peaks
+from verl.utils.units import GIB
 
 SHORTEST_RESPONSE = 1
 CLIP_NORM = 1.0
@@ -101,24 +102,21 @@ class Side(Protocol):
 def draw_rows(job: Job) -> list[Row]:
     """Draw whole prompts of `samples` rows, as many as fit into `tokens` tokens, at least one."""
     _, longest = parse_lengths(job.lengths)
-    lengths = draw_limits(
-        job.lengths, max(job.samples, 4 * job.tokens // longest * job.samples), job.seed
-    )
+    most = max(job.samples, 4 * job.tokens // longest * job.samples)
+    lengths = draw_limits(job.lengths, most, job.seed)
     draw = np.random.default_rng(job.seed)
     rows: list[Row] = []
 
+    num_tokens = 0
     for start in range(0, len(lengths), job.samples):
-        group = np.maximum(
-            lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE
-        )
-        if (
-            rows
-            and sum(row.length for row in rows) + group.sum() + job.prompt_tokens * len(group)
-            > job.tokens
-        ):
+        group = lengths[start : start + job.samples]
+        responses = np.maximum(group - job.prompt_tokens, SHORTEST_RESPONSE)
+        num_tokens += responses.sum() + job.prompt_tokens * len(group)
+        if rows and num_tokens > job.tokens:
             break
+
         prompt = torch.from_numpy(draw.integers(job.vocabulary, size=job.prompt_tokens))
-        for count in group:
+        for count in responses:
             response = torch.from_numpy(draw.integers(job.vocabulary, size=count))
             rows.append(Row(prompt, response, float(draw.standard_normal())))
 
@@ -166,12 +164,15 @@ def update_flops(job: Job, rows: list[Row]) -> tuple[float, float]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
     lengths = [row.length for row in rows]
     shape = FlopsModel.from_model(model)
-    unread = sum(lengths) - sum(len(row.response) for row in rows)
-    forward = shape.forward(lengths) - 2.0 * model.get_output_embeddings().weight.numel() * unread
-    matrices = forward - 4.0 * shape.attention_width * sum(n * (n + 1) / 2 for n in lengths) * len(
-        shape.windows
-    )
-    return 3.0 * forward - (matrices if job.lora else 0.0), forward
+    num_prompt_tokens = sum(len(row.prompt) for row in rows)
+    head = model.get_output_embeddings().weight.numel()
+    forward = shape.forward(lengths) - 2.0 * head * num_prompt_tokens
+    update = 3.0 * forward
+    if job.lora:
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        attention = 4.0 * shape.attention_width * pairs * len(shape.windows)
+        update -= forward - attention  # the gradients of all matrices
+    return update, forward
 
 
 def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
@@ -245,9 +246,8 @@ class _Recorder:
         synchronize(self.device)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         if self.device == "cuda":
-            self.peaks[name] = max(
-                self.peaks.get(name, 0.0), phase_peaks.take(torch.device(self.device))[0] / 2**30
-            )
+            peak_gib = phase_peaks.take(torch.device(self.device))[0] / GIB
+            self.peaks[name] = max(self.peaks.get(name, 0.0), peak_gib)
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:

@@ -31,6 +31,7 @@ from verl.engine.base import TrainEngine
 from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.rollout.twin import ModelTwin
+from verl.utils.units import GIB
 from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog
 
 HEADER = (
@@ -175,7 +176,7 @@ def measure(name: str, bucket_bytes: int, repeats: int, device: torch.device) ->
     hand_over_s = best(device, world, repeats, lambda: hand_over(None))
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
     proved_s = best(device, world, repeats, lambda: hand_over(FingerprintLog()))
-    return Result(name, world.size, num_bytes, bound_s, hand_over_s, proved_s, peak / 2**30)
+    return Result(name, world.size, num_bytes, bound_s, hand_over_s, proved_s, peak / GIB)
 
 
 def main(words: Sequence[str] | None = None) -> list[Result]:

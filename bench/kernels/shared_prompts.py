@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.models.attention import apply_checkpointing
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.peaks import phase_peaks
+from verl.utils.units import GIB
 
 SHAPE = SHAPES["1.5b"]
 
@@ -60,7 +61,7 @@ def measure(module: PackedCausalLM, packed: PackedBatch) -> tuple[float, float, 
     for work in (forward, update):
         phase_peaks.take(torch.device("cuda"))
         times.append(triton.testing.do_bench(work, warmup=2000, rep=4000, return_mode="median"))
-    return times[0], times[1], phase_peaks.take(torch.device("cuda"))[0] / 2**30
+    return times[0], times[1], phase_peaks.take(torch.device("cuda"))[0] / GIB
 
 
 def main() -> None:
