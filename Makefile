@@ -22,7 +22,7 @@ SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking 
 # the package, and every worker rewrites all tests.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= \
   $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
-# The marker `slow` of a test decides which of the two commands runs it.
+# The marker `slow` decides whether `test` or `test-slow` runs a test.
 HERE := not gpu and not multi_gpu and not vllm
 
 # vLLM's pins exclude those of this package, so it gets an environment of its own.
@@ -55,7 +55,7 @@ check: lint
 smoke: install
 	$(TEST) $(SMOKE)
 
-# The types are checked by a test. Another one that is listed at the end may need the marker `slow`.
+# A test checks the types. Other tests among the slowest, listed at the end, may need the marker `slow`.
 test: lint
 	$(TEST) -m '$(HERE) and not slow' --durations=10 --durations-min=3
 
@@ -86,7 +86,7 @@ format: install
 bench: install
 	$(BIN)/python bench/grpo_cpu.py
 
-# Faults at random moments, then faults by phase: tables of what survived and how soon errors came.
+# Faults at random moments, then faults by phase: tables of survival, and of the time until errors.
 TRIES ?= 10
 chaos: install
 	$(BIN)/python -m tests.chaos --tries $(TRIES)

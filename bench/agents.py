@@ -1,4 +1,4 @@
-"""Turns with tools against the same tokens in one turn: what the loop and the waiting cost.
+"""Turns with tools against the same tokens in one turn: the cost of the loop and of the waiting.
 
 Every episode draws `--tokens` tokens, waits `--tool-ms` for a tool, reads its answer, and goes on,
 `--turns` times; all of them run at once on one engine. The peer is the same engine drawing as many
@@ -308,7 +308,7 @@ def make_config(arguments: argparse.Namespace, prompt: int, response: int) -> Ro
 def make_model(
     arguments: argparse.Namespace, device: torch.device, longest: int, tokenizer: Any, folder: Path
 ) -> Any:
-    """Load or make the model. A random one leaves what a server reads in `folder`."""
+    """Load or make the model. A random one leaves files for a server in `folder`."""
     if arguments.shape is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model: Any = load_causal_lm(arguments.model, dtype=dtype, max_length=longest)

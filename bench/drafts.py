@@ -58,6 +58,20 @@ def stories(engine: Any, tokenizer: Any, prompts_at_once: int) -> tuple[list[Com
     return sorted(done, key=lambda completion: completion.sample_id), sums
 
 
+def make_engine(given: argparse.Namespace, tokenizer: Any, method: str | None) -> Any:
+    """Make an engine that drafts by `method`; None: without drafts."""
+    drafts = SpeculativeConfig(
+        method=method, max_rows=given.max_rows, num_speculative_tokens=given.draft_tokens
+    )
+    config = RolloutConfig(
+        deterministic=True, prompt_length=64, response_length=TOKENS, speculative=drafts
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    return create_rollout_engine(
+        config, model=model, tokenizer=tokenizer, device=torch.device("cpu")
+    )
+
+
 def measure_stories(given: argparse.Namespace) -> bool:
     """Print steps and seconds with and without drafts. Return whether tokens and bits agree."""
     tokenizer = AutoTokenizer.from_pretrained(given.model)
@@ -67,22 +81,7 @@ def measure_stories(given: argparse.Namespace) -> bool:
     for prompts_at_once in given.prompts_at_once:
         answers = []
         for method in (None, "ngram"):
-            config = RolloutConfig(
-                deterministic=True,
-                prompt_length=64,
-                response_length=TOKENS,
-                speculative=SpeculativeConfig(
-                    method=method,
-                    max_rows=given.max_rows,
-                    num_speculative_tokens=given.draft_tokens,
-                ),
-            )
-            engine = create_rollout_engine(
-                config,
-                model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
-                tokenizer=tokenizer,
-                device=torch.device("cpu"),
-            )
+            engine = make_engine(given, tokenizer, method)
             completions, sums = stories(engine, tokenizer, prompts_at_once)
             answers.append(completions)
             print(

@@ -198,7 +198,7 @@ class Run:
         return None
 
     def clean_up(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that are left, and remove the folder."""
         for process in self.processes():
             process.kill()
         self.process.wait()

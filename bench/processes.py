@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has it from Python 3.11 on
 
-# What an error line of a log looks like; warnings and progress stand above it, CUDA's advice below.
+# Marks of an error line in a log; warnings and progress stand above it, CUDA's advice below.
 _ERROR_MARKS = ("Error", "Exception", "SystemExit")
 _LAUNCHER = "ChildFailedError"  # torchrun's own error, below the one of the rank that failed
 _LINE = 300

@@ -7,8 +7,8 @@ random read the share 1 - (1 - k / E)^r. Sampling, norms and launches count noth
 values of a prompt count for each of its samples; a kernel that reads them once for all samples of a
 prompt may go below this bound.
 
-Run `python bench/roofline.py` to see what this machine can do: a copy of 4 GiB, read and written,
-and a product of two 8,192 x 8,192 bf16 matrices of random numbers.
+Run `python bench/roofline.py` to measure this machine: a copy of 4 GiB, read and written, and a
+product of two 8,192 x 8,192 bf16 matrices of random numbers.
 """
 
 import argparse

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from training_ours import Ours  # first: it sets what the libraries below read
+from training_ours import Ours  # first: it sets variables of the libraries below
 
 # isort: split
 import torch

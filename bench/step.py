@@ -377,7 +377,7 @@ def main() -> None:
     print(f"{time.perf_counter() - start:.0f} s in all", flush=True)
     if problems:
         raise SystemExit(
-            f"step.py: {', '.join(problems)} failed; what the others gave stands above."
+            f"step.py: {', '.join(problems)} failed; the results of the others stand above."
         )
 
 

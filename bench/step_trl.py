@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trl_peer import (  # first: it sets what the libraries below read
+from trl_peer import (  # first: it sets variables of the libraries below
     ALGORITHM,
     NO_REPORTS,
     Stopwatch,
@@ -38,7 +38,7 @@ ROWS = {
 
 
 class DeviceStopwatch(Stopwatch):
-    """Counts what the device does to the phase that started it."""
+    """Counts the work of the device to the phase that started it."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -327,7 +327,7 @@ def main() -> None:
 
     if failed:
         raise SystemExit(
-            f"training.py: {', '.join(failed)} failed; what the others gave stands above."
+            f"training.py: {', '.join(failed)} failed; the results of the others stand above."
         )
 
 

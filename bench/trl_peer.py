@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer at the work of `digit_task.py`, timed from outside. Needs `pip install trl`.
 
-What is timed is public: the model's `generate` and `forward`, the trainer's `compute_loss`, its
+The timed methods are public: the model's `generate` and `forward`, the trainer's `compute_loss`, its
 accelerator's `backward`, the reward function, and the trainer's callbacks. The result is a median
 each over the steps after the warm-up, in seconds.
 """

@@ -6,7 +6,7 @@
 
 Random weights of the shapes in `rollout_models.py`, fp32 in FSDP2's shards, go to an engine's bf16
 copies at stable addresses, as `RolloutWorker.take_weights` does it with a trainer that stays
-on the device. GB/s count what the engine has afterwards. The bound is measured in the same run: as
+on the device. GB/s count the engine's weights. The bound is measured in the same run: as
 many bytes all-gathered in flat buckets, over several GPUs; on one, as many numbers cast from one
 flat fp32 buffer into one of bf16. "fingerprints" is the extra time of a hand-over with
 fingerprints, and "of all" the same spread over the default `rollout.fingerprint_interval`.

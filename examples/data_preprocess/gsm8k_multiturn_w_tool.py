@@ -3,9 +3,9 @@
     python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir ~/data/gsm8k_multiturn
 
 Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_reward`, and in
-`extra_info`: `tools_kwargs` (what the tool is created with, for each row), `interaction_kwargs`
-(which interaction answers, and what it is created with) and `need_tools_kwargs`. `agent_name` picks
-the agent loop.
+`extra_info`: `tools_kwargs` (arguments of the tool for each row), `interaction_kwargs` (name and
+arguments of the interaction that answers) and `need_tools_kwargs`. `agent_name` picks the agent
+loop.
 """
 
 import sys

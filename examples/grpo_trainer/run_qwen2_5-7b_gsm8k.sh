@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of a 7B model on GSM8K, by Ray. Needs 8 GPUs of 39 GiB. Data: examples/data_preprocess/gsm8k.py
-# Further keys follow the script's name: trainer.max_steps=2, say, or --dry-run --device-gib A100-40 for what it takes.
+# Further keys follow the script, such as trainer.max_steps=2. --dry-run --device-gib A100-40 prints the memory plan.
 set -euo pipefail
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}

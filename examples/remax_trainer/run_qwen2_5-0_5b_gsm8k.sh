@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ReMax on GSM8K. Needs one GPU of 22 GiB. Data: examples/data_preprocess/gsm8k.py
-# Further keys follow the script's name: trainer.max_steps=2, say, or --dry-run --device-gib L4 for what it will take.
+# Further keys follow the script, such as trainer.max_steps=2. --dry-run --device-gib L4 prints the memory plan.
 set -euo pipefail
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}
