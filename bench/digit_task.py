@@ -45,8 +45,11 @@ def compute_score(
     return digit_share(solution_str)
 
 
-def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="folder of make_tiny_model.py")
+def add_task_arguments(parser: argparse.ArgumentParser, *, needs_model: bool) -> None:
+    """Add the arguments of both sides. `needs_model`: the script cannot make one."""
+    parser.add_argument(
+        "--model", type=Path, required=needs_model, help="folder of make_tiny_model.py"
+    )
     parser.add_argument(
         "--steps", type=int, default=20, help=f"the first {WARMUP_STEPS} are not counted"
     )

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from runs import read_metrics
@@ -60,43 +61,55 @@ def steps_of(given: argparse.Namespace, engine: str, seed: str, folder: Path) ->
     return steps
 
 
-def main() -> int:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--server-python", type=Path, required=True, help="of vLLM's environment")
-    parser.add_argument("--seeds", default="1,2,3", help="by commas")
-    parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
+    parser.add_argument("--seeds", default="1,2,3", help="by commas, at least two [1,2,3]")
+    parser.add_argument("--steps", type=int, default=40, help="at least 4 [40]")
 
+    given = parser.parse_args(words)
+    given.seeds = given.seeds.split(",")
+    if len(given.seeds) < 2:
+        parser.error(f"--seeds must name at least two, to compare them, got {given.seeds}.")
+    if given.steps < 4:
+        parser.error(f"--steps must be at least 4, one for each quarter, got {given.steps}.")
+    return given
+
+
+def quarters(rewards: Sequence[float]) -> list[float]:
+    """Return the mean of each quarter of the rewards."""
+    size = len(rewards) // 4
+    return [statistics.mean(rewards[start : start + size]) for start in range(0, 4 * size, size)]
+
+
+def main() -> int:
+    given = parse_arguments()
     lasts: dict[str, list[float]] = {"embedded": [], "vllm": []}
-    largest = 0.0
-    quarter = given.steps // 4
+    largest_kl = 0.0
     print("| engine | seed | reward by quarters | largest rollout_kl | s a step |")
     print("|---|---|---|---|---|")
     for engine, rewards_of_seeds in lasts.items():
-        for seed in given.seeds.split(","):
+        for seed in given.seeds:
             with tempfile.TemporaryDirectory() as folder:
                 steps = steps_of(given, engine, seed, Path(folder))
-            rewards = [step["critic/score/mean"] for step in steps]
-            means = [
-                statistics.mean(rewards[start : start + quarter])
-                for start in range(0, 4 * quarter, quarter)
-            ]
+
+            means = quarters([step["critic/score/mean"] for step in steps])
             kl = max(abs(step["training/rollout_kl"]) for step in steps)
             seconds = statistics.median(step["timing_s/step"] for step in steps)
             curve = ", ".join(f"{value:.3f}" for value in means)
             print(f"| {engine} | {seed} | {curve} | {kl:.1e} | {seconds:.2f} |", flush=True)
             rewards_of_seeds.append(means[-1])
-            largest = max(largest, kl)
+            largest_kl = max(largest_kl, kl)
 
     ours = lasts["embedded"]
     theirs = lasts["vllm"]
     spread = math.sqrt((statistics.variance(ours) + statistics.variance(theirs)) / len(ours))
     apart = abs(statistics.mean(ours) - statistics.mean(theirs))
     print(f"last quarter: {apart:.3f} apart, standard error {spread:.3f}")
-    return 0 if largest < LARGEST_KL and apart <= 3 * spread else 1
+    return 0 if largest_kl < LARGEST_KL and apart <= 3 * spread else 1
 
 
 if __name__ == "__main__":

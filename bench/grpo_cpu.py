@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_task_arguments(parser)
+    add_task_arguments(parser, needs_model=False)
     arguments = parser.parse_args()
 
     if arguments.steps <= WARMUP_STEPS:

@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_task_arguments(parser)
+    add_task_arguments(parser, needs_model=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     watch = Stopwatch()
