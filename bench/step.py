@@ -72,25 +72,53 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_work_arguments(parser)
+    add_peer_arguments(parser)
+    parser.add_argument(
+        "--limit-s", type=float, default=500.0, help="time limit of an engine [500]"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/step"), help="folder for model, logs and JSON"
+    )
+    parser.add_argument(
+        "--write-model", action="store_true", help="write the model into --out and nothing else"
+    )
+
+    arguments = parser.parse_args(words)
+    complete(arguments)
+    try:
+        check(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all engines."""
     parser.add_argument(
         "--engines", help="see above; several with commas [ours,assembled; with --tiny: ours]"
     )
     parser.add_argument("--model", default="1.5b", help=f"of {', '.join(SHAPES)} [1.5b]")
-    parser.add_argument("--prompts", type=int, help="[64]")
 
+    parser.add_argument("--prompts", type=int, help="[64]")
     parser.add_argument("--samples", type=int, help="responses a prompt, at least 2 [16]")
     parser.add_argument("--prompt-tokens", type=int, help="[256]")
     parser.add_argument("--new-tokens", type=int, help="of the longest response [1024]")
     parser.add_argument("--lengths", help="of responses: fixed:L or tail:L [fixed:NEW_TOKENS]")
     parser.add_argument("--micro-tokens", type=int, help="of a forward-backward pass [16384]")
-    parser.add_argument(
-        "--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less"
-    )
-
     parser.add_argument("--steps", type=int, default=2, help="the first is a warm-up [2]")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(
         "--old-log-probs", action="store_true", help="a pass for them before the update"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the engines that ours is compared with."""
+    parser.add_argument(
+        "--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less"
     )
     parser.add_argument(
         "--vllm-memory", type=float, default=0.6, help="share of the device for vLLM [0.6]"
@@ -100,6 +128,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-steps", type=int, help="steps that TRL makes, if not --steps; 1 counts its first one"
     )
+
     parser.add_argument("--verl-site", help="folder with the peer's package verl")
     parser.add_argument("--verl-python", help="interpreter of the peer verl [this one]")
     parser.add_argument(
@@ -120,37 +149,19 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="seconds for its start and all of its steps [540]",
     )
 
-    parser.add_argument(
-        "--limit-s", type=float, default=500.0, help="time limit of an engine [500]"
-    )
-    parser.add_argument("--seed", type=int, default=0)
 
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/step"), help="folder for model, logs and JSON"
-    )
-    parser.add_argument(
-        "--write-model", action="store_true", help="write the model into --out and nothing else"
-    )
-    arguments = parser.parse_args(words)
-
+def complete(arguments: argparse.Namespace) -> None:
+    """Fill in the defaults, which depend on --tiny."""
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
 
-    arguments.model = "tiny" if arguments.tiny else arguments.model
+    if arguments.tiny:
+        arguments.model = "tiny"
+    usual = "ours" if arguments.tiny else "ours,assembled"
+    arguments.engines = (arguments.engines or usual).split(",")
     arguments.peer_micro_tokens = arguments.peer_micro_tokens or arguments.micro_tokens
     arguments.lengths = arguments.lengths or f"fixed:{arguments.new_tokens}"
-    arguments.engines = (
-        arguments.engines or ("ours" if arguments.tiny else "ours,assembled")
-    ).split(",")
-
-    try:
-        check(arguments)
-    except ValueError as error:
-        parser.error(str(error))
-
-    return arguments
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -318,46 +329,25 @@ def describe(arguments: argparse.Namespace, engine: str, result: dict[str, Any])
     )
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    arguments.out = arguments.out.resolve()
-    device = torch.device("cpu" if arguments.tiny else "cuda")
+def write_model_apart(arguments: argparse.Namespace) -> None:
+    """Write the model in a process of its own, so that no memory of the device stays with this one.
 
-    if not arguments.tiny and not torch.cuda.is_available():
-        raise SystemExit(
-            "step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny."
-        )
+    Raises SystemExit if it fails.
+    """
+    command = [str(Path(__file__).resolve()), "--write-model"]
+    command += ["--out", str(arguments.out), "--model", arguments.model]
+    if arguments.tiny:
+        command.append("--tiny")
 
-    if arguments.write_model:
-        write_model(arguments.out / "model", SHAPES[arguments.model], device)
-        return
-
-    # In a process of its own, so that no memory of the device stays with this one.
-    command = [
-        str(Path(__file__).resolve()),
-        "--write-model",
-        "--out",
-        str(arguments.out),
-        "--model",
-        arguments.model,
-    ]
-    problem = run_limited(
-        command + ["--tiny"] * arguments.tiny,
-        arguments.out / "model.log",
-        limit_s=arguments.limit_s,
-    )
+    log = arguments.out / "model.log"
+    problem = run_limited(command, log, limit_s=arguments.limit_s)
     if problem:
         raise SystemExit(f"step.py: the model could not be written: {problem}")
 
-    print(
-        f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, "
-        f"{arguments.prompt_tokens} + {arguments.lengths} tokens, passes of "
-        f"{arguments.micro_tokens} (others {arguments.peer_micro_tokens}), checkpointing "
-        f"{'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
-        flush=True,
-    )
-    start = time.perf_counter()
 
+def run_engines(arguments: argparse.Namespace) -> dict[str, str]:
+    """Run the engines and print their table. Return the problems of those that failed."""
+    jobs = {engine: asdict(make_job(arguments, engine)) for engine in arguments.engines}
     results: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     for engine in arguments.engines:
@@ -368,12 +358,36 @@ def main() -> None:
         else:
             results[engine] = result
             print(describe(arguments, engine, result), flush=True)
-        jobs = {name: asdict(make_job(arguments, name)) for name in arguments.engines}
         everything = {"jobs": jobs, "results": results, "problems": problems}
         (arguments.out / "step.json").write_text(json.dumps(everything, indent=2), encoding="utf-8")
 
     if results:
         print_table(arguments, results)
+    return problems
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.out = arguments.out.resolve()
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    if not arguments.tiny and not torch.cuda.is_available():
+        raise SystemExit(
+            "step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny."
+        )
+    if arguments.write_model:
+        write_model(arguments.out / "model", SHAPES[arguments.model], device)
+        return
+
+    write_model_apart(arguments)
+    print(
+        f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, "
+        f"{arguments.prompt_tokens} + {arguments.lengths} tokens, passes of "
+        f"{arguments.micro_tokens} (others {arguments.peer_micro_tokens}), checkpointing "
+        f"{'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
+        flush=True,
+    )
+    start = time.perf_counter()
+    problems = run_engines(arguments)
     print(f"{time.perf_counter() - start:.0f} s in all", flush=True)
     if problems:
         raise SystemExit(
