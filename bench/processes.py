@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _ERROR_MARKS = ("Error", "Exception", "SystemExit")
 _LAUNCHER = "ChildFailedError"  # torchrun's own error, below the one of the rank that failed
 _LINE = 300
+_TAIL = 3000  # characters of a log
 _END_S = 40.0  # after SIGTERM; torchrun gives its ranks 30 s
 
 
@@ -136,6 +137,30 @@ def run_limited(
             return f"not done after {seconds:.0f} s, killed; log: {log}"
 
     return None if code == 0 else f"{last_error(log)} (code {code}, log: {log})"
+
+
+def run_logged(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    python: str = sys.executable,
+) -> bool:
+    """Run Python with its output in `log`. If it fails, print the log's end and return False."""
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(
+            [python, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+    if done.returncode != 0:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+        print(
+            f"{Path(command[0]).name} ended with code {done.returncode}; the end of {log}:\n{tail}",
+            flush=True,
+        )
+    return done.returncode == 0
 
 
 def _end(process: subprocess.Popen) -> None:

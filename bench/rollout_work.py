@@ -1,27 +1,25 @@
-"""What every side of `rollout.py` generates, and how it is timed. Imports neither torch nor an
-engine.
+"""The work of every side of `rollout.py`, and how it is timed. Imports neither torch nor an engine.
 
 How long each sample gets is drawn here and imposed on every engine in the same way: a limit of its
 own, end-of-sequence ignored. `fixed:L` gives every sample L tokens. `tail:L` is long-tailed as the
-answers in reinforcement learning on
-mathematics: log-normal with median 300 / 1024 of L and sigma 0.8, clipped to [L / 64, L]. For L =
-1024 the median is 300, the mean near 380, and one sample in sixteen is cut off at L. Samples of one
-prompt draw independently.
+answers in reinforcement learning on mathematics: log-normal with median 300 / 1024 of L and sigma
+0.8, clipped to [L / 64, L]. For L = 1024 the median is 300, the mean near 380, and one sample in
+sixteen is cut off at L. Samples of one prompt draw independently.
 """
 
-import argparse
 import gc
 import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from processes import JobFile, side_arguments
 
 # of `tail:L`; the first and the last as shares of L
 MEDIAN = 300 / 1024
@@ -38,7 +36,7 @@ class Ask(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is checked of one sample."""
+    """The checked facts of one sample."""
 
     num_tokens: int
     finite: bool | None  # whether all log-probs are; None from an engine that gives none
@@ -61,15 +59,15 @@ class Workload:
         )
 
     def limits(self, seed: int) -> NDArray[np.int64]:
-        """(prompts, samples): how many tokens each sample gets."""
+        """Return how many tokens each sample gets, (prompts, samples)."""
         return draw_limits(self.lengths, self.prompts * self.samples, seed).reshape(
             self.prompts, self.samples
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """All that one side has to do, and the sizes that its engine is made with."""
+class Job(JobFile):
+    """The work of one side, and the sizes that its engine is made with."""
 
     folder: str  # of the model's config.json
     device: str
@@ -91,18 +89,15 @@ class Job:
 
     @property
     def response_tokens(self) -> int:
-        """The most that a sample may get."""
+        """Return the most tokens that a sample may get."""
         return max(parse_lengths(workload.lengths)[1] for workload in self.workloads)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            **{**values, "workloads": tuple(Workload(**each) for each in values["workloads"])}
-        )
+        """Return the job of a file."""
+        job = super().read(path)
+        workloads: Any = job.workloads  # plain values in the file
+        return replace(job, workloads=tuple(Workload(**values) for values in workloads))
 
 
 class Side(Protocol):
@@ -111,24 +106,24 @@ class Side(Protocol):
     versions: str
 
     def prepare(self, asks: Sequence[Ask]) -> Any:
-        """The same work in the engine's own words. Not timed."""
+        """Prepare the same work in the engine's own words. Not timed."""
         ...
 
     def generate(self, prepared: Any) -> Any:
-        """All samples of all prompts, back on the host. This is what is timed."""
+        """Draw all samples of all prompts, back on the host. This alone is timed."""
         ...
 
     def answers(self, generated: Any, asks: Sequence[Ask]) -> list[Answer]:
-        """What `generate` gave, prompt by prompt and sample by sample. Not timed."""
+        """Return the result of `generate`, prompt by prompt and sample by sample. Not timed."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """The engine's own counters of the last `generate`."""
+        """Return the engine's own counters of the last `generate`."""
         ...
 
 
 def parse_lengths(text: str) -> tuple[str, int]:
-    """The kind and the longest of `fixed:L` or `tail:L`. Raises ValueError for anything else."""
+    """Return the kind and the longest of `fixed:L` or `tail:L`. Raises ValueError otherwise."""
     kind, _, longest = text.partition(":")
     if kind not in ("fixed", "tail") or not longest.isdecimal() or int(longest) < 1:
         raise ValueError(
@@ -139,7 +134,7 @@ def parse_lengths(text: str) -> tuple[str, int]:
 
 
 def draw_limits(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
-    """(count,) numbers of tokens; see the module's docstring."""
+    """Return numbers of tokens (count,); see the module's docstring."""
     kind, longest = parse_lengths(lengths)
     if kind == "fixed":
         return np.full(count, longest, np.int64)
@@ -150,15 +145,19 @@ def draw_limits(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
 def draw_prompts(
     count: int, length: int, vocabulary: int, seed: int, draw: int
 ) -> list[tuple[int, ...]]:
-    """Prompts of random tokens. Another `draw` gives other prompts, whose first tokens no prefix
-    cache has seen."""
+    """Return prompts of random tokens.
+
+    Another `draw` gives other prompts, whose first tokens no prefix cache has seen.
+    """
     ids = np.random.default_rng((seed, draw)).integers(vocabulary, size=(count, length))
     return [tuple(row) for row in ids.tolist()]
 
 
 def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
-    """The number of tokens. Raises RuntimeError unless every sample has its limit of tokens and
-    finite log-probs."""
+    """Return the number of tokens.
+
+    Raises RuntimeError unless every sample has its limit of tokens and finite log-probs.
+    """
     limits = [limit for ask in asks for limit in ask.limits]
     if len(answers) != len(limits):
         raise RuntimeError(
@@ -184,8 +183,10 @@ def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
 
 
 def measure(side: Side, workload: Workload, job: Job, draws: Iterator[int]) -> dict[str, Any]:
-    """A warm-up at the full batch, then every repeat on prompts of its own; the lengths are those
-    of the workload."""
+    """Measure a warm-up at the full batch, then every repeat on prompts of its own.
+
+    The lengths are those of the workload.
+    """
     limits = workload.limits(job.seed)
 
     def generate(limits: NDArray[np.int64]) -> tuple[float, int]:
@@ -213,8 +214,10 @@ def measure(side: Side, workload: Workload, job: Job, draws: Iterator[int]) -> d
 
 
 def run_job(make: Callable[[Job], Side], job: Job) -> dict[str, Any]:
-    """Everything that one side measures. Start-up is making the engine, its model included, and one
-    first token."""
+    """Run all measurements of one side.
+
+    Start-up is making the engine, its model included, and one first token.
+    """
     draws = itertools.count()
     start = time.perf_counter()
     side = make(job)
@@ -236,11 +239,7 @@ def run_job(make: Callable[[Job], Side], job: Job) -> dict[str, Any]:
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:
-    """The command line of a side: a job in a file, the result as one line of JSON in another."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--job", type=Path, required=True, help="file that rollout.py wrote")
-    parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    arguments = parser.parse_args()
-    arguments.json.write_text(
-        json.dumps(run_job(make, Job.read(arguments.job))) + "\n", encoding="utf-8"
-    )
+    """Run the command line of a side: a job in a file, the result as one line of JSON in another."""
+    arguments = side_arguments(description)
+    result = run_job(make, Job.read(arguments.job))
+    arguments.json.write_text(json.dumps(result) + "\n", encoding="utf-8")

@@ -14,9 +14,11 @@ from hypothesis.strategies import integers, lists
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from floor import Machine, Shape, read_shape
+from processes import run_logged
 from rollout_hf import HF
 from rollout_models import write_config
 from rollout_ours import Ours
+from rollout_plan import parse_plan
 from rollout_work import (
     Answer,
     Ask,
@@ -196,7 +198,7 @@ def test_side_gives_every_sample_its_length(side, tmp_path):
 def test_missing_engine_is_reported_at_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="package vLLM is not installed.*pip install vllm==0.24.0"):
-        rollout.refuse_what_cannot_run(rollout.parse_plan([]))
+        rollout.refuse_what_cannot_run(parse_plan([]))
 
 
 def test_invalid_command_lines_are_rejected(capsys):
@@ -212,13 +214,13 @@ def test_invalid_command_lines_are_rejected(capsys):
         (["--before", "."], "need each other"),
     ):
         with pytest.raises(SystemExit):
-            rollout.parse_plan(words)
+            parse_plan(words)
         assert message in capsys.readouterr().err.rpartition("error: ")[2]
 
 
 def test_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_path):
     """Use assumed times: ours 2 s, vLLM 3 s, so the ratio is 1.5."""
-    plan = rollout.parse_plan(["--models", "tiny", "--lengths", "fixed:32", "--out", str(tmp_path)])
+    plan = parse_plan(["--models", "tiny", "--lengths", "fixed:32", "--out", str(tmp_path)])
     write_config(tmp_path / "tiny" / "model", "tiny", "cpu")
     results = {}
 
@@ -242,14 +244,14 @@ def test_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_p
 def test_failing_process_shows_the_end_of_its_log(capsys, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit('the reason')", encoding="utf-8")
-    assert not rollout.run_process([str(script)], tmp_path / "log")
+    assert not run_logged([str(script)], tmp_path / "log")
     assert "the reason" in capsys.readouterr().out
 
 
 def test_a_decode_step_is_the_difference_of_two_workloads(capsys, tmp_path):
     """Use assumed times: 51 s between the first tokens and the last of 256."""
     words = ["--models", "tiny", "--decode-step", "2,8", "--out", str(tmp_path)]
-    plan = rollout.parse_plan(words)
+    plan = parse_plan(words)
     write_config(tmp_path / "tiny" / "model", "tiny", "cpu")
     workloads = [{"seconds": [seconds, 90.0]} for seconds in (1.0, 52.0, 2.0, 104.0)]
     results = {"ours": {"versions": "none", "workloads": workloads}}
