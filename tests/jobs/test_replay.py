@@ -72,10 +72,33 @@ def test_a_folder_is_no_file_for_a_capsule(tmp_path: Path, capfd):
     assert f"--output must name a file, got the folder '{tmp_path}'" in capfd.readouterr().err
 
 
-def test_an_unknown_section_of_a_changed_key_is_named(trained: Path, tmp_path: Path):
+def test_an_unknown_changed_key_is_named(trained: Path, tmp_path: Path):
     capsule = write_capsule(trained, 1, tmp_path / "capsule.zip")
-    with pytest.raises(ConfigError, match="no section 'trianer'. Nearest known: trainer"):
+    with pytest.raises(ConfigError, match=r"'trianer.device'. Nearest known: trainer.device"):
         replay(capsule, keys={"trianer.device": "cpu"})
+
+
+def test_changed_keys_are_read_as_by_other_commands(trained: Path, tmp_path: Path, capfd):
+    capsule = str(write_capsule(trained, 1, tmp_path / "capsule.zip"))
+    a_list = "trainer.logger=[console]"
+    another_name = "+trainer.max_steps=7"
+    dashes = "--actor_rollout_ref.actor.optim.lr=2e-3"
+    assert main(["replay", capsule, a_list, another_name, dashes]) == 1
+    written = "".join(capfd.readouterr())
+    assert "[Step 1/7]" in written
+    assert "step 1, phase update, metric actor/lr: 0.001 and 0.002" in written
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.yaml", "Expected words key=value alone, got 'run.yaml'."),
+        ("--aotl", "Expected key=value, got '--aotl'."),
+    ],
+)
+def test_words_after_a_capsule_are_keys_alone(tmp_path: Path, word: str, message: str, capfd):
+    assert main(["replay", str(tmp_path / "capsule.zip"), word]) == 1
+    assert message in capfd.readouterr().err
 
 
 def test_a_tolerance_of_an_unknown_name_is_refused_before_the_step_is_executed(
@@ -166,8 +189,13 @@ def test_a_missing_or_other_checkpoint_is_an_error(trained: Path, tmp_path: Path
         replay(capsule, checkpoint=trained / "global_step_2")
     with pytest.raises(DataError, match="missing here"):
         replay(capsule, checkpoint=tmp_path / "nothing")
-    with pytest.raises(DataError, match="is no capsule"):
-        replay(trained / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"a capsule, but .*nothing.zip does not exist\. Write one"):
+        replay(tmp_path / "nothing.zip")
+    with pytest.raises(DataError, match="a capsule, but .* is a folder"):
+        replay(trained)
+    (tmp_path / "text.zip").write_text("a text")
+    with pytest.raises(DataError, match="text.zip is no capsule"):
+        replay(tmp_path / "text.zip")
 
     with zipfile.ZipFile(tmp_path / "list.zip", "w") as file:
         file.writestr("capsule.json", "[]")

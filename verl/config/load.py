@@ -183,6 +183,17 @@ def merge_values(*layers: Values, root: str = "ppo_trainer") -> dict[str, Any]:
     return nest(merged)
 
 
+def read_overrides(words: list[str]) -> dict[str, Any]:
+    """Read words `key=value` as a command line does, as unchecked nested values.
+
+    Raises ConfigError for options and YAML files, and for a word that is not readable.
+    """
+    command = parse_command_line(words)
+    if command != CommandLine(overrides=command.overrides):
+        raise ConfigError(f"Expected words key=value alone, got '{' '.join(words)}'.")
+    return compose_files(command, "ppo_trainer")
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file and the files that its `defaults:` name, as unchecked nested values."""
     file = Path(path)

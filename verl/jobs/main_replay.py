@@ -4,12 +4,9 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 from verl.jobs.main_compare import add_tolerances, tolerances_of
 from verl.utils.entry import exit_code
-from verl.utils.errors import ConfigError
-from verl.utils.json_text import parse_json
 from verl.utils.logging import configure_logging
 
 
@@ -19,42 +16,33 @@ def main(argv: list[str] | None = None) -> int:
         prog="verl replay",
         usage="verl replay [options] CAPSULE [KEY=VALUE ...]",
         description="Execute the step of a capsule again, and compare it with the record.",
+        epilog="KEY=VALUE changes a key of the run, such as trainer.device=cpu.",
         allow_abbrev=False,
     )
     parser.add_argument("capsule", metavar="CAPSULE", help="a file of verl capsule")
-    parser.add_argument("keys", nargs="*", help="keys to change, such as trainer.device=cpu")
     parser.add_argument("--checkpoint", type=Path, help="place of the checkpoint, if it has moved")
     add_tolerances(parser)
-    arguments = parser.parse_args(argv)
+    arguments, words = parser.parse_known_args(argv)
     configure_logging(logging.WARNING)
-    return exit_code(lambda: _replay(arguments))
+    return exit_code(lambda: _replay(arguments, words))
 
 
-def _replay(arguments: argparse.Namespace) -> int:
+def _replay(arguments: argparse.Namespace, words: list[str]) -> int:
     """Replay the capsule. Imports are local: --help needs no torch."""
+    from verl.config.load import read_overrides
+
+    keys = read_overrides(words)  # a mistake is reported before torch loads
+
     from verl.jobs.replay import replay
 
     replayed = replay(
         arguments.capsule,
         checkpoint=arguments.checkpoint,
-        keys=_values(arguments.keys),
+        keys=keys,
         tolerances=tolerances_of(arguments),
     )
     print(replayed)
     return 0 if replayed.is_equal else 1
-
-
-def _values(keys: list[str]) -> dict[str, Any]:
-    values = {}
-    for text in keys:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"Expected key=value after the capsule, got {text!r}.")
-        try:
-            values[key] = parse_json(value)
-        except ValueError:
-            values[key] = value  # a plain word
-    return values
 
 
 if __name__ == "__main__":

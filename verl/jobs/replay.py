@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import TrainConfig
-from verl.config.load import config_from_dict
+from verl.config.keys import flatten, nest
+from verl.config.load import config_from_dict, merge_values
 from verl.jobs.compare import Comparison, Tolerances, compare_runs
 from verl.tracking.records import Run, have_pictures, load_run
 from verl.trainer.capsule import CAPSULE_FILE, CHECKPOINT_FOLDER, FORMAT, ROWS_FILE, digest_of
@@ -18,7 +19,6 @@ from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, VerlError, describe_error
 from verl.utils.json_text import parse_json, parse_object
 from verl.utils.logging import logger
-from verl.utils.registry import nearest_names
 
 # Errors of a file that is no archive of a capsule. A changed bit may be zlib's error, or ask for a
 # password (RuntimeError) or another compression (NotImplementedError).
@@ -79,12 +79,13 @@ def replay(
     Args:
         capsule: a file of `verl capsule`.
         checkpoint: where the checkpoint lies now, if it has moved.
-        keys: configuration keys to change, such as the device or a model's path.
+        keys: configuration keys to change, such as the device or a model's path: nested, or by
+            their dotted names.
         tolerances: how far values may differ; None: not at all.
 
     Raises:
         DataError: the file is no capsule, or its checkpoint is missing or another one.
-        ConfigError: a tolerance names nothing that the capsule has recorded.
+        ConfigError: a tolerance names nothing that the capsule has recorded, or a key is unknown.
     """
     with tempfile.TemporaryDirectory(prefix="verl-replay-") as name:
         folder = Path(name)
@@ -101,7 +102,8 @@ def replay(
         comparison = None
         if then.steps.keys() & now.steps.keys():
             comparison = compare_runs(then, now, tolerances)
-            asked = [text for text in comparison.keys if text.partition(" ")[0] in (keys or {})]
+            changed = flatten(nest(keys or {}), TrainConfig)
+            asked = [text for text in comparison.keys if text.partition(" ")[0] in changed]
             comparison = replace(comparison, keys=asked)
         failure_then = failures[-1]["text"] if failures else ""
         return Replayed(facts["step"], comparison, failure_then, failure_now)
@@ -143,6 +145,11 @@ class RecordedRows:
 
 def _unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a capsule, and return its facts."""
+    if not path.is_file():
+        there = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(
+            f"Expected a capsule, but {path} {there}. Write one: verl capsule RUN --step N."
+        )
     try:
         with zipfile.ZipFile(path) as file:
             facts = parse_object(file.read(CAPSULE_FILE))
@@ -210,19 +217,7 @@ def _config(
         }
     )
 
-    for key, value in keys.items():
-        section = values
-        *parts, last = key.split(".")
-        for part in parts:
-            if not isinstance(section.get(part), Mapping):
-                raise ConfigError(
-                    f"Unknown key '{key}': there is no section '{part}'. Nearest known: "
-                    f"{nearest_names(part, list(section))}."
-                )
-            section[part] = dict(section[part])
-            section = section[part]
-        section[last] = value
-    return config_from_dict(values)
+    return config_from_dict(merge_values(values, keys))
 
 
 def _execute(then: Run, config: TrainConfig, step: int) -> str:
