@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from tests.launches import free_port, launch
 from verl.config.load import load_config
+from verl.jobs import serve
 from verl.jobs.main_serve import main, with_model_key
 from verl.jobs.serve import build_backend, build_server
 
@@ -108,6 +110,27 @@ def test_a_template_with_tools_enables_tools(tmp_path: Path):
 def test_unservable_settings_are_reported_in_one_line(capsys, argv: list[str], says: str):
     assert main([*argv, "server.port=0", "trainer.num_threads=1"]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_a_host_of_another_machine_is_reported_before_the_model_loads(
+    capsys, monkeypatch, host: str
+):
+    monkeypatch.setattr(serve, "build_backend", lambda _: pytest.fail("the model was loaded"))
+    assert main(["toy", f"server.host={host}", "server.port=0"]) == 1
+    written = capsys.readouterr().err
+    assert f"Cannot listen on {host}:0: " in written
+    assert "The host must be a name or an address of this machine" in written
+
+
+def test_a_port_in_use_is_reported_before_the_model_loads(capsys, monkeypatch):
+    monkeypatch.setattr(serve, "build_backend", lambda _: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["toy", f"server.port={port}"]) == 1
+    written = capsys.readouterr().err
+    assert f"Cannot listen on 127.0.0.1:{port}: " in written
+    assert "Choose another port, or 0 for a free one." in written
 
 
 @pytest.mark.parametrize(

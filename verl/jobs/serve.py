@@ -11,7 +11,7 @@ from typing import Any
 from verl.agents.boundary import ChatBoundary
 from verl.agents.formats import recognise_format, tool_format
 from verl.agents.gateway.served import ServedBackend, ServedEngine
-from verl.agents.gateway.server import GatewayServer
+from verl.agents.gateway.server import GatewayServer, check_address
 from verl.agents.gateway.wording import Wording
 from verl.config.rollout import RolloutConfig
 from verl.config.serve import SHARED, ServeConfig
@@ -138,6 +138,7 @@ def _default_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 async def _serve_until_interrupted(config: ServeConfig) -> None:
+    check_address(config.server.host, config.server.port)  # loading a model may take minutes
     stopped = asyncio.Event()
     backend = build_backend(config)
     async with build_server(config, backend) as server:

@@ -1,8 +1,10 @@
 """The HTTP server, on aiohttp, within an event loop that runs already."""
 
 import asyncio
+import errno
 import json
 import secrets
+import socket
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -92,10 +94,7 @@ class GatewayServer:
             await web.TCPSite(runner, self.host, self.port).start()
         except OSError as error:
             await runner.cleanup()
-            raise ConfigError(
-                f"Cannot listen on {self.host}:{self.port}: {error.strerror or error}. Choose "
-                "another port, or 0 for a free one."
-            ) from error
+            raise _not_free(self.host, self.port, error) from error
         self._runner = runner
         self.port = runner.addresses[0][1]
         self._working = asyncio.ensure_future(self.backend.run())
@@ -333,6 +332,34 @@ class _Exchange:
         if not self._response.prepared:
             await self._response.prepare(self._request)
         await self._response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ConfigError if a server cannot listen at this address now. Port 0: any free port."""
+    failure: OSError | None = None
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                socket.create_server(address[:2], family=family).close()
+            except OSError as error:
+                failure = error
+            else:
+                return
+    except OSError as error:  # the name is unknown
+        failure = error
+    if failure is not None:
+        raise _not_free(host, port, failure) from failure
+
+
+def _not_free(host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error of an address at which a server cannot listen."""
+    way_out = "Choose another port, or 0 for a free one."
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        way_out = (
+            "The host must be a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 "
+            "for all of its addresses."
+        )
+    return ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}. {way_out}")
 
 
 def error_response(error: ApiError) -> web.Response:
