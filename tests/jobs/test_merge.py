@@ -353,3 +353,9 @@ def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path: Path, alone, base:
     where = ["--local_dir", str(alone[0]), "--target_dir", str(tmp_path / "merged")]
     assert main(["merge", "--backend", "megatron", *where]) == 1
     assert "ConfigError: Expected --backend fsdp, got megatron" in capsys.readouterr().err
+
+
+def test_options_without_the_command_name_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["--backend", "fsdp", "--local_dir", "a", "--target_dir", "b"])
+    assert "python -m verl.model_merger merge --backend ..." in capsys.readouterr().err

@@ -106,8 +106,20 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path):
     (writer.folder / "run.json").write_text('{"config"')
     with pytest.raises(DataError, match="cannot be read"):
         load_run(tmp_path)
-    with pytest.raises(DataError, match="found no records/run.json"):
-        load_run(tmp_path / "elsewhere")
+
+
+def test_a_folder_without_a_record_is_reported(tmp_path: Path):
+    write_record(tmp_path / "run", steps=1)
+    with pytest.raises(DataError, match=r"but there is no folder .*/rum\. .*Nearest in .*: run\.$"):
+        load_run(tmp_path / "rum")
+
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match="found no records/run.json in .*/other"):
+        load_run(tmp_path / "other")
+
+    (tmp_path / "run/global_step_1").mkdir()
+    with pytest.raises(DataError, match=r"The folder above is one: .*/run\.$"):
+        load_run(tmp_path / "run/global_step_1")
 
 
 def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

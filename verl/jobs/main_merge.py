@@ -20,7 +20,13 @@ WITHOUT_EFFECT = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code; user errors print one line, without a traceback."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    if words and words[0].startswith("--") and words[0] != "--help":
+        parser.error(
+            f"expected merge or test before the options: {parser.prog} merge {words[0]} ..."
+        )
+    arguments = parser.parse_args(words)
     return exit_code(lambda: print(_run(arguments)))
 
 

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 
 from verl.utils.entry import exit_code
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,6 +32,12 @@ def view(arguments: argparse.Namespace) -> None:
     from verl.diagnostics.view.server import ViewServer
     from verl.tracking.records import load_run
     from verl.utils.whole_file import whole_file
+
+    if arguments.export and Path(arguments.export).is_dir():
+        raise ConfigError(
+            f"--export must name a file, got the folder '{arguments.export}'. Write "
+            f"{Path(arguments.export) / 'run.html'}."
+        )
 
     folders = [Path(run) for run in arguments.runs] or _recorded_runs()
     answers = Answers([load_run(folder) for folder in folders])

@@ -431,8 +431,11 @@ def run_folder(path: Path | str) -> Path:
     if folder.name == FOLDER and (folder / RUN_FILE).is_file():
         folder = folder.parent
     if not (folder / FOLDER / RUN_FILE).is_file():
+        fact = f"found no {FOLDER}/{RUN_FILE} in {folder}"
+        if not folder.is_dir():
+            fact = f"but there is no folder {folder}"
         raise DataError(
-            f"Expected the folder of a recorded run, found no {FOLDER}/{RUN_FILE} in {folder}. "
+            f"Expected the folder of a recorded run, {fact}. "
             "Give the run's trainer.default_local_dir; trainer.record.enable=true records."
             f"{_runs_near(folder)}"
         )
@@ -441,6 +444,9 @@ def run_folder(path: Path | str) -> Path:
 
 def _runs_near(folder: Path) -> str:
     """Return a sentence that names the recorded runs in a folder, or else those next to it."""
+    if (folder.parent / FOLDER / RUN_FILE).is_file():
+        return f" The folder above is one: {folder.parent}."
+
     inside = _names_of_runs(folder)
     if inside:
         more = ", ..." if len(inside) > _SHOWN_RUNS else ""

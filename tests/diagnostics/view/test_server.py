@@ -94,6 +94,14 @@ def test_a_port_out_of_range_is_an_error_of_one_line(tmp_path: Path, capsys, por
     assert len(error.splitlines()) == 1
 
 
+def test_a_folder_is_no_file_for_an_export(tmp_path: Path, capsys):
+    write_record(tmp_path / "run", steps=1)
+    assert main(["view", str(tmp_path / "run"), "--export", str(tmp_path)]) == 1
+    written = capsys.readouterr().err
+    assert f"--export must name a file, got the folder '{tmp_path}'" in written
+    assert f"Write {tmp_path}/run.html." in written
+
+
 def test_a_port_in_use_is_named(server: ViewServer):
     with pytest.raises(ConfigError, match=f"Port {server.server_port} cannot be used"):
         ViewServer(server.answers, server.server_port)
