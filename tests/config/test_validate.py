@@ -148,6 +148,8 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "trainer.experiment_name=../other",
             "must not lead out of it by '..', got 'verl_examples' and '../other'",
         ),
+        ("trainer.experiment_name=''", "must not be empty, .* got 'verl_examples' and ''"),
+        ("trainer.project_name=''", "must not be empty, .* got '' and"),
         ("trainer.nnodes=2", "nnodes=2 needs trainer.n_gpus_per_node"),
         (
             "trainer.n_gpus_per_node=1e9",

@@ -139,10 +139,21 @@ def test_ranges_and_numpy_and_torch_integers_are_valid_indices():
         assert data[number].batch["ids"].tolist() == rows[2]["ids"]
 
 
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_a_number_of_chunks_below_one_is_named(chunks: int):
+    with pytest.raises(ValueError, match=rf"^chunks must be at least 1, got {chunks}\.$"):
+        make_batch(3).chunk(chunks)
+
+
 def test_bad_indices_are_rejected():
     data = make_batch(3)
     with pytest.raises(IndexError, match="3 rows"):
         data[[0, 3]]
+    for row in (3, -4):
+        with pytest.raises(IndexError, match=f"Row {row} is not among 3 rows"):
+            data[row]
+    with pytest.raises(TypeError):
+        data[1.5]
     with pytest.raises(ValueError, match="one entry for each of the 3 rows"):
         data[[True, False]]
     with pytest.raises(ValueError, match="int or bool"):

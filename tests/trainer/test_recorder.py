@@ -14,7 +14,7 @@ from tests.launches import launch
 from tests.trainer.runs import PPO, command_line, run, step_lines, weights
 from verl.checkpoint.claim import Claim
 from verl.data import RLDataLoader
-from verl.trainer import recorder
+from verl.trainer import RLTrainer, recorder
 from verl.trainer.main_ppo import main
 from verl.utils.errors import DataError, RewardError
 from verl.weight_sync.fingerprint import fingerprints
@@ -178,6 +178,12 @@ def test_a_notebook_shows_the_page_in_a_frame_without_access(tmp_path: Path):
     assert cell.startswith('<iframe sandbox="allow-scripts" ')
     assert cell.count("<") == 2, "the page itself is escaped"
     assert "&quot;samples/0/1&quot;" in cell
+
+
+def test_before_the_training_there_is_no_page(tmp_path: Path):
+    keys = {"data.dataset_name": "toy", "trainer.default_local_dir": str(tmp_path)}
+    with pytest.raises(DataError, match=r"Nothing is recorded in .* yet. Call train\(\) first"):
+        RLTrainer(keys).show()
 
 
 def test_records_can_be_left_out(tmp_path: Path):

@@ -251,6 +251,13 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
             "'{trainer.default_local_dir}'.",
         ),
         (
+            not (trainer.project_name.strip() and trainer.experiment_name.strip()),
+            "trainer.project_name and experiment_name name the run and its folder, so they must "
+            "not be empty, as an unset variable of the shell leaves them; got "
+            "'{trainer.project_name}' and '{trainer.experiment_name}'. Give names, or leave the "
+            "keys out.",
+        ),
+        (
             ".." in Path(trainer.project_name, trainer.experiment_name).parts,
             "trainer.project_name and experiment_name name the run and its folder, so they must "
             "not lead out of it by '..', got '{trainer.project_name}' and "

@@ -1,6 +1,7 @@
 """DataProto: choose, cut, repeat and join the rows of a batch; pickle them."""
 
 import itertools
+import operator
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -54,7 +55,9 @@ class DataProto(BatchColumns):
         if isinstance(item, list | tuple | range) or getattr(item, "ndim", 0) == 1:
             return self.select_idxs(item)
 
-        row = range(len(self))[item]  # IndexError ends `for item in data`
+        row = operator.index(item)
+        if not -len(self) <= row < len(self):  # an IndexError ends `for item in data`
+            raise IndexError(f"Row {item} is not among {len(self)} rows.")
         tensors: Any = None if self.batch is None else self.batch[row]
         objects = {key: column[row] for key, column in self.non_tensor_batch.items()}
         return DataProtoItem(tensors, objects, self.meta_info)
@@ -148,7 +151,9 @@ class DataProto(BatchColumns):
 
         If padding is enabled, sizes may differ by one.
         """
-        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+        if chunks < 1:
+            raise BatchError(f"chunks must be at least 1, got {chunks}.")
+        if len(self) % chunks and not self.is_padding_enabled():
             raise BatchError(
                 f"chunk needs a number of rows divisible by chunks, got {len(self)} rows and "
                 f"{chunks} chunks. Pad with pad_dataproto_to_divisor, or build the batch with "

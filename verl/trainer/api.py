@@ -23,6 +23,7 @@ from verl.diagnostics.view.notebook import Page, load_run
 from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
+from verl.tracking.records import FOLDER
 from verl.trainer import setup
 from verl.trainer.episodes import whole_episodes
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
@@ -322,7 +323,13 @@ class RLTrainer:
         Raises:
             DataError: nothing is recorded yet, or `trainer.record.enable` is False.
         """
-        return load_run(self.ppo.checkpoints.root).show(height=height)
+        root = self.ppo.checkpoints.root
+        if not (root / FOLDER).is_dir():
+            raise DataError(
+                f"Nothing is recorded in {root} yet. Call train() first; "
+                "trainer.record.enable=true records."
+            )
+        return load_run(root).show(height=height)
 
     # ---------------------------------------------------------------- parts
 
