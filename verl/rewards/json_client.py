@@ -23,15 +23,13 @@ from verl.config.reward import RequestsConfig
 from verl.utils.addresses import is_http
 from verl.utils.deadline import call_ends, seconds_until
 from verl.utils.errors import ConfigError, RewardError
-from verl.utils.watched_http import Breakable, exchange_here, watched_pools
+from verl.utils.watched_http import Breakable, describe_failure, exchange_here, watched_pools
 
 MAX_ANSWER_BYTES = 16 * 1024**2
 _CHUNK_BYTES = 64 * 1024
 _RETRIED = (429, 500, 502, 503, 504)
 _LONGEST_BACKOFF_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# A connection or its pool, in the messages of urllib3: HTTPConnection(host='a', port=80)
-_CONNECTION = re.compile(r"\b\w+\(host='[^']*', port=\w+\): ")
 
 
 def authorization(section: str, variable: str | None) -> dict[str, str]:
@@ -126,7 +124,9 @@ class JsonClient:
                 self._wait_for_turn()
                 status, data = self._exchange(self.url + path, exchange, body)
         except (urllib3.exceptions.HTTPError, zlib.error) as error:
-            raise RewardError(f"{address} gave no answer: {_describe(error)[:500]}") from error
+            raise RewardError(
+                f"{address} gave no answer: {describe_failure(error)[:500]}"
+            ) from error
 
         text = data.decode("utf-8", "replace")
         if status != 200:
@@ -149,8 +149,8 @@ class JsonClient:
                 ).close()
         except (urllib3.exceptions.HTTPError, RewardError) as error:
             raise ConfigError(
-                f"{self.key}={self.url} cannot be reached: {_describe(error)}. Start the service, "
-                "or correct the address."
+                f"{self.key}={self.url} cannot be reached: {describe_failure(error)}. Start the "
+                "service, or correct the address."
             ) from error
 
     @contextlib.contextmanager
@@ -239,17 +239,6 @@ class _Exchange:
     def _break_off(self, connection: Breakable) -> None:
         self.attempt_is_late = True
         connection.break_off()
-
-
-def _describe(error: Exception) -> str:
-    """Return the reason of an error without the connection and its pool, which urllib3 names."""
-    reason: Any = error
-    while isinstance(reason, urllib3.exceptions.MaxRetryError) and reason.reason is not None:
-        reason = reason.reason
-    text = str(reason)
-    if len(reason.args) == 2 and isinstance(reason.args[1], str):
-        text = reason.args[1]  # (connection, text)
-    return _CONNECTION.sub("", text).rstrip(".")
 
 
 def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:

@@ -1,12 +1,16 @@
 """HTTP connections that another thread can break off, which ends any wait on them."""
 
 import contextlib
+import re
 import socket
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
+
+# A connection or its pool, in the messages of urllib3: HTTPConnection(host='a', port=80)
+_CONNECTION = re.compile(r"\b\w+\(host='[^']*', port=\w+\): ")
 
 
 class Breakable(Protocol):
@@ -83,3 +87,14 @@ def watched_pools(**options: Any) -> urllib3.PoolManager:
     manager = urllib3.PoolManager(**options)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
     return manager
+
+
+def describe_failure(error: Exception) -> str:
+    """Return the reason of an error without the connection and its pool, which urllib3 names."""
+    reason: Any = error
+    while isinstance(reason, urllib3.exceptions.MaxRetryError) and reason.reason is not None:
+        reason = reason.reason
+    text = str(reason)
+    if len(reason.args) == 2 and isinstance(reason.args[1], str):
+        text = reason.args[1]  # (connection, text)
+    return _CONNECTION.sub("", text).rstrip(".")

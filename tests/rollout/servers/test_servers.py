@@ -542,7 +542,10 @@ def test_a_server_that_was_lost_during_a_push_does_not_stay_paused(settings, sta
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda server: server.end(), "does not answer.*loopback.*Start one with .*--port PORT "),
+        (
+            lambda server: server.end(),
+            r"does not answer.*loopback.* runs\): Failed to .*Start one with .*--port PORT ",
+        ),
         (lambda server: server.faults.add("empty"), "in a form that is not vLLM's.*Start one"),
         (lambda server: setattr(server, "version", "0.8.4"), "version 0.8.4.*vllm>="),
         (lambda server: setattr(server, "name", "/models/other"), "runs the model '/models/other'"),

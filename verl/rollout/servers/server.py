@@ -18,7 +18,7 @@ from verl.rollout.servers.watch import ServerLostError, Watch
 from verl.rollout.types import Completion, SamplingParams
 from verl.utils.addresses import is_loopback
 from verl.utils.errors import ConfigError, RolloutError
-from verl.utils.watched_http import watched_pools
+from verl.utils.watched_http import describe_failure, watched_pools
 
 _CONNECT_S = 5.0
 DRAW_S = 3600.0  # of a draw by a server that gives signs of life
@@ -276,7 +276,10 @@ class Server(ABC):
             with watched_pools(retries=False) as http:
                 answer = http.request(method, self.url + path, json=body, timeout=timeout)
         except urllib3.exceptions.HTTPError as error:
-            raise ServerLostError(f"{self.name} does not answer{self._where()}: {error}") from error
+            reason = describe_failure(error)
+            raise ServerLostError(
+                f"{self.name} does not answer{self._where()}: {reason}"
+            ) from error
 
         text = answer.data.decode("utf-8", "replace")
         try:
