@@ -128,7 +128,7 @@ def _normalised_override(argument: str) -> str:
     if override.startswith("~"):
         return override
     key, equals, value = override.partition("=")
-    if not equals:
+    if not equals or not key.lstrip("+"):
         raise ConfigError(f"Expected key=value, got '{argument}'. See --help for the options.")
     if "/" in key or "@" in key:
         return override

@@ -44,6 +44,8 @@ _FILES_OF_PROGRAMS = {
 _NUMBER_IN_YAML_ALONE = re.compile(
     rf"(?:{NO_NUMBER}|[+-]?0[\d_]+|[+-]?0[bx][\da-fA-F_]+|[+-]?[\d_]+(?::\d+)+(?:\.[\d_]*)?)$"
 )
+_NO_GROUP = re.compile(r"Could not override '([^']+)'")
+_KEY = re.compile(r"\w+(?:[./@]\w+)*", re.ASCII)
 _SETS_A_VALUE = re.compile(r"\+\+\w+(\.\w+)*=")
 
 
@@ -257,14 +259,7 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path, root: s
 
     text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
     if isinstance(error, OverrideParseException):
-        override = error.override.lstrip("+")
-        key = override.partition("=")[0]
-        if not all(key.lstrip("~").split(".")):
-            return f"Cannot read '{override}': a key is names with one dot between them, a.b.c."
-        return (
-            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
-            "argument: \"key='value'\"."
-        )
+        return _unreadable_message(error.override.lstrip("+"), text.splitlines()[0])
 
     if not isinstance(error, _REFUSALS):
         return (
@@ -282,6 +277,14 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path, root: s
         override = text.rpartition(" ")[2].lstrip("+")
         reason = str(error.__context__).partition("\n")[0]
         return f"{override} does not fit the values that were set before it: {reason}."
+
+    group = _NO_GROUP.match(text)
+    if group is not None:
+        name = group.group(1)
+        return (
+            f"There is no group of files '{name}'. The names of a key have dots between them: "
+            f"{name.replace('/', '.')}=value."
+        )
 
     if "Could not delete" in text:
         return f"{text} A deletion undoes a setting of a YAML file; for no value write key=null."
@@ -305,6 +308,30 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path, root: s
         )
 
     return text
+
+
+def _unreadable_message(override: str, reason: str) -> str:
+    """Return the message about an override that Hydra cannot read, for this reason."""
+    key, _, value = override.partition("=")
+    if not _KEY.fullmatch(key.removeprefix("~")):
+        return (
+            f"Cannot read '{override}': a key is names with one dot between them, a.b.c. Names "
+            "have letters, digits and _ alone."
+        )
+
+    for first, last in ("[]", "{}"):
+        if value.startswith(first) and not value.endswith(last):
+            return (
+                f"Cannot read '{override}': '{last}' is missing at its end. Write it without "
+                "spaces, or quote the whole argument, since a shell cuts it at spaces."
+            )
+
+    if "LexerNoViableAltException" in reason:
+        reason = "a character needs quotes"
+    quoted = "key='value'" if "'" in value else f"{key}='{value}'"
+    return (
+        f"Cannot read '{override}' ({reason}). Quote the value within the argument: \"{quoted}\"."
+    )
 
 
 def plain_values(tree: DictConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from verl.config.sft_engine import with_conversations
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
-from verl.config.value_types import allows_null
+from verl.config.value_types import allows_null, takes_text
 from verl.utils.errors import ConfigError, restated
 from verl.utils.logging import silenced
 from verl.utils.secrets import MASK, masked_values, remember_environment
@@ -108,6 +108,9 @@ ROOTS = {
     ),
 }
 
+# A word that Hydra reads as a number.
+_NUMBER = re.compile(r"[+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan)", re.IGNORECASE)
+
 
 def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: bool = False) -> Any:
     """Return the checked configuration that `argv` asks for.
@@ -134,7 +137,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
 
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     with silenced() if command.show else nullcontext():  # that output is a YAML file to be kept
-        config, written_as = _build(compose_files(command, root), root, on_line)
+        config, written_as = _build(_compose(command, root), root, on_line)
     if command.show:
         _show(config)
         sys.exit(0)
@@ -143,6 +146,22 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     with restated(partial(_as_written, written_as)):
         validate(config, rules, about.doubts, only_to_plan=only_to_plan)
     return config
+
+
+def _compose(command: CommandLine, root: str) -> dict[str, Any]:
+    """Return the values that a command line and its files set.
+
+    A text that looks like a number is quoted: Hydra would make 1.1 of an experiment 1.10.
+    """
+    keys = keys_of(ROOTS[root].schema)
+    overrides = []
+    for override in command.overrides:
+        name, _, value = override.partition("=")
+        key = keys.get(name.lstrip("+"))
+        if key is not None and takes_text(key) and _NUMBER.fullmatch(value):
+            override = f"{name}='{value}'"
+        overrides.append(override)
+    return compose_files(dataclasses.replace(command, overrides=overrides), root)
 
 
 def _show(config: Any) -> None:
@@ -191,7 +210,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     command = parse_command_line(words)
     if command != CommandLine(overrides=command.overrides):
         raise ConfigError(f"Expected words key=value alone, got '{' '.join(words)}'.")
-    return compose_files(command, "ppo_trainer")
+    return _compose(command, "ppo_trainer")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -30,12 +30,17 @@ def allows_null(key: Key) -> bool:
     return key.type is Any or type(None) in get_args(key.type)
 
 
+def takes_text(key: Key) -> bool:
+    """Return whether the value of a key is one text."""
+    return _plain_type(key) is str
+
+
 def has_misfits(key: Key, value: Any) -> bool:
     """Return whether values of a wrong kind passed OmegaConf.
 
-    These are numbers other than 0 and 1 for True and False, True and False for texts, integers too
-    large for torch, texts with underscores that Python reads as numbers, and entries of a list (or
-    a value that becomes one) of a wrong kind.
+    These are numbers other than 0 and 1 for True and False, True and False for texts, numbers with
+    a fraction for texts, integers too large for torch, texts with underscores that Python reads as
+    numbers, and entries of a list (or a value that becomes one) of a wrong kind.
     """
     if key.setting.many:
         if value is None:
@@ -44,8 +49,8 @@ def has_misfits(key: Key, value: Any) -> bool:
         return not all(isinstance(entry, (str, Path)) for entry in entries)
     if isinstance(value, str):
         return _plain_type(key) in (int, float) and _has_odd_underscores(value)
-    if isinstance(value, bool):
-        return _plain_type(key) is str
+    if isinstance(value, (bool, float)):
+        return takes_text(key)
     if isinstance(value, int):
         return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
@@ -74,6 +79,8 @@ def type_message(key: Key, value: Any, written_as: str) -> str:
             " Without quotes, YAML reads on, yes and true as True, and off, no and false as False. "
             f"Write a text in quotes{none}."
         )
+    if isinstance(value, float) and takes_text(key):
+        hint = " Without quotes, YAML reads 1.10 as 1.1. Write a text in quotes."
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
     return (
