@@ -103,6 +103,8 @@ def test_requested_split_of_a_folder_is_read(tmp_path: Path):
     [
         ("absent.parquet", None, r"does not exist; data files in that folder: beside\.jsonl"),
         ("absent.parquet", None, r"Correct the path \(data\.train_files\), or make the file with"),
+        ("*.jsonl", None, r"not expanded. Name the files: data\.train_files=\[.*/beside\.jsonl\]$"),
+        ("**.par?uet", None, r"does not exist; data files in that folder: beside\.jsonl"),
         ("none/absent.parquet", None, r"nor does .*\. Correct the path \(data\.train_files\)\.$"),
         ("empty.parquet", b"", r"empty\.parquet' is empty \(0 bytes\)"),
         ("blank.jsonl", b"\n \n", "has no rows"),

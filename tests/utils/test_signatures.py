@@ -3,7 +3,11 @@
 import functools
 from typing import Any
 
+import pytest
+
+from verl.utils.errors import ConfigError
 from verl.utils.signatures import (
+    check_keywords,
     declares,
     keywords_of,
     names_key,
@@ -32,6 +36,16 @@ def test_only_accepted_keywords_are_passed():
     assert taken_by(named, given) == {"first": 1, "second": 2}
     assert taken_by(anything, given) == given
     assert taken_by(Made, given) == taken_by(Made(1).method, given) == {"first": 1}
+
+
+def test_a_function_with_other_names_is_refused():
+    check_keywords(lambda one, other=1: None, ["one"], "mine")
+    message = (
+        r"^mine is called with the keywords one; its signature is \(two\): missing .* 'two'\. "
+        r"Give its parameters these names\.$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_keywords(lambda two: None, ["one"], "mine")
 
 
 def test_what_a_function_declares_and_takes():

@@ -3,6 +3,7 @@
 In every format, a row consists of plain Python dicts, lists and scalars.
 """
 
+import glob
 import hashlib
 import shlex
 from collections import Counter
@@ -304,11 +305,20 @@ def _convert(path: Path) -> str:
 
 
 def _missing(file: str | Path, path: Path, key: str, made_by: str) -> str:
+    """Return the message about a data file that does not exist."""
     folder = path.parent
     if not folder.is_dir():
         return (
             f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path "
             f"({key})."
+        )
+
+    matches = sorted(glob.glob(str(path)))
+    if matches:
+        more = ",..." if len(matches) > 3 else ""
+        return (
+            f"Data file '{file}' does not exist, and patterns are not expanded. Name the files: "
+            f"{key}=[{','.join(matches[:3])}{more}]"
         )
 
     suffixes = (".parquet", ".json", ".jsonl")

@@ -49,7 +49,7 @@ def check_keywords(function: Callable[..., Any], keywords: Iterable[str], name: 
     except TypeError as error:
         raise ConfigError(
             f"{name} is called with the keywords {', '.join(names)}; its signature is {signature}: "
-            f"{error}."
+            f"{error}. Give its parameters these names."
         ) from error
 
 
