@@ -139,7 +139,7 @@ def test_the_first_failure_by_row_is_reported(is_async):
         return failing(**sample)
 
     manager = NaiveRewardManager(CharTokenizer(), 0, failing_async if is_async else failing)
-    with pytest.raises(RewardError, match="failed on row 1 .*not bb"):
+    with pytest.raises(RewardError, match="failed on response 1 of the batch .*not bb"):
         score_ahead(manager, batch_of())
     if not is_async:
         assert calls == ["ff", "a", "dddd", "bb"], "rows behind a failure are not called any more"
@@ -186,7 +186,9 @@ def test_the_deadline_of_a_call_counts_from_its_own_start(is_async):
 def test_a_hanging_reward_stops_the_run_at_its_time_out():
     release = threading.Event()
     manager = NaiveRewardManager(CharTokenizer(), 0, lambda **_: release.wait(600), timeout_s=0.2)
-    with pytest.raises(RewardError, match=r"failed on row 0 .*no answer within 0\.2 s"):
+    with pytest.raises(
+        RewardError, match=r"failed on response 0 of the batch .*no answer within 0\.2 s"
+    ):
         score_ahead(manager, batch_of())
     release.set()
 

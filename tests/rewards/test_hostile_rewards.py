@@ -58,7 +58,7 @@ def test_a_function_of_a_file_cannot_stop_the_trainer(reward_file, kind):
     assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 2}
     assert threading.active_count() <= before + 2, "no thread is left behind"
 
-    with pytest.raises(RewardError, match=r"row 0 (?s:.)*ended with exit code 0") as caught:
+    with pytest.raises(RewardError, match=r"response 0 of (?s:.)*ended with exit code 0") as caught:
         kind(CharTokenizer(), 0, load_custom_reward(reward_file))(make_batch(["exits"]))
     assert str(caught.value).count("the process that called") == 1, "nothing was raised there"
 

@@ -211,7 +211,7 @@ def test_policies_for_a_call_without_a_score(kind, is_async):
     timeout_s = 0.5 if late else 60.0
     with pytest.raises(RewardError) as caught:
         manager(function, timeout_s=timeout_s)(batch)
-    for part in ("row 1", "data_source 'toy'", "second?", "'bad'", "on_error"):
+    for part in ("response 1 of the batch", "data_source 'toy'", "second?", "'bad'", "on_error"):
         assert part in str(caught.value)
 
     if kind == "raises":
@@ -245,7 +245,9 @@ def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, message):
         return {"score": 1.0, "note": value if solution_str == "bad" else "fine"}
 
     batch = make_batch(["ok", "bad"])
-    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {message}"):
+    with pytest.raises(
+        RewardError, match=rf"failed on response 1 of the batch .*its field 'note' {message}"
+    ):
         manager(compute_score)(batch)
     result = manager(compute_score, on_error="drop")(batch, return_dict=True)
     assert (result["dropped"], result["metrics"]["reward/num_errors"]) == ([1], 1)
@@ -314,7 +316,7 @@ def test_stop_does_not_call_the_function_for_the_rest_of_the_batch():
         calls.append(solution_str)
         raise ValueError("no")
 
-    with pytest.raises(RewardError, match="row 0"):
+    with pytest.raises(RewardError, match="response 0 of the batch"):
         manager(compute_score)(make_batch(["a"] * 50))
     assert len(calls) == 1
 

@@ -306,7 +306,7 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     batch = make_batch([str(number) for number in range(1000)])
 
     if policy == "stop":
-        with pytest.raises(RewardError, match=r"row (13|57) "):
+        with pytest.raises(RewardError, match=r"response (13|57) of the batch"):
             manager(batch)
         return
 

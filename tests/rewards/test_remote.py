@@ -260,7 +260,8 @@ def test_a_refusal_of_the_judge_follows_the_policy(serve, number, tries, caplog)
     assert f"answered {number}" in caplog.text
 
     with pytest.raises(
-        RewardError, match=rf"row 1(?s:.)*reward_model\.judge\.url\) answered {number}"
+        RewardError,
+        match=rf"response 1 of the batch(?s:.)*reward_model\.judge\.url\) answered {number}",
     ):
         NaiveRewardManager(CharTokenizer(), 0, judge)(batch)
 

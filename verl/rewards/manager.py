@@ -260,9 +260,8 @@ class RewardManager:
                     message = self._describe(sample, outcome, failure, data)
                     raise RewardError(message) from outcome.error
                 if not first_failure:
-                    first_failure = (
-                        f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
-                    )
+                    place = f"response {sample.row} of the batch"
+                    first_failure = f"{place} (data_source {sample.data_source!r}): {failure}"
                 result.num_timeouts += outcome.timed_out
                 result.num_errors += not outcome.timed_out
                 if self.on_error in ("drop", "retry"):
@@ -410,8 +409,8 @@ class RewardManager:
             way_out += ", or set the time limit of a call with reward_model.timeout_s"
 
         return (
-            f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): "
-            f"{failure}\n"
+            f"The reward function failed on response {sample.row} of the batch "
+            f"(data_source {sample.data_source!r}): {failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {text_of(sample.ground_truth)[:200]!r}\n"
