@@ -5,25 +5,32 @@ engine, and a CUDA graph computes each layer once, so that no key is found in th
 every shape and batch the best launches of a sweep are printed, then how far each launch is from the
 best over all batches, by which defaults are chosen.
 
+In a rollout whose samples start together, rows are as long as one another. `--tail L` takes the
+length at which a batch is left of `--samples` samples of tail:L (`rollout_work.py`), and 256 tokens
+of prompts.
+
 Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
 it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
 and stores them too. With `--small fp8` or `int8` keys and values are in eight bits with their
-scales, which count as read.
+scales, which count as read. `--launches 64/4/2,64/4/3` tries these alone, with more numbers of
+splits.
 """
 
 import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# the package of this repository, installed or not
+# the package of this repository, installed or not, and the folder of benchmarks
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from rollout_work import draw_limits
 from triton.runtime.errors import OutOfResources
 
 from verl.rollout.eight_bits import DTYPES, FP8, cached_bytes
@@ -68,12 +75,22 @@ LAUNCHES = [
 class Batch:
     """b rows in a cache of as many layers as it takes to read READ_BYTES."""
 
-    def __init__(self, shape: Shape, rows: int, *, fresh: bool, small: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        rows: int,
+        tokens: tuple[int, int],
+        *,
+        fresh: bool,
+        small: torch.dtype | None,
+    ) -> None:
         self.shape = shape
         self.rows = rows
+        shortest, longest = tokens
         with torch.device("cuda"):
-            self.positions = torch.linspace(SHORTEST, LONGEST, rows)[torch.randperm(rows)].int() - 1
-            width = LONGEST // PAGE_SIZE
+            lengths = torch.linspace(shortest, longest, rows)[torch.randperm(rows)]
+            self.positions = lengths.int() - 1
+            width = math.ceil(longest / PAGE_SIZE)
             self.table = torch.randperm(rows * width).view(rows, width).int()
             self.slots = torch.arange(rows, dtype=torch.int32)
             dtype = small or torch.bfloat16
@@ -93,7 +110,7 @@ class Batch:
             self.q, k, v = stacked.unflatten(1, (-1, shape.dim)).tensor_split(
                 (-2 * shape.kv_heads, -shape.kv_heads), 1
             )
-            cos, sin = torch.randn(2, LONGEST, shape.dim, dtype=torch.bfloat16)
+            cos, sin = torch.randn(2, longest, shape.dim, dtype=torch.bfloat16)
             self.fresh = Fresh(k, v, cos, sin, None, None, 0.0) if fresh else None
             self.out = torch.empty(rows, shape.heads, shape.dim, dtype=torch.bfloat16)
 
@@ -160,21 +177,29 @@ def speed(batch: Batch, us: float) -> str:
     return f"{us:8.1f} us {gb_per_s:6.0f} GB/s {gb_per_s / MEMORY_GB_PER_S:5.2f}"
 
 
-def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
+def tokens_of(rows: int, tail: int | None, samples: int) -> tuple[int, int]:
+    """Return the fewest and the most keys of rows; see the module's docstring."""
+    if tail is None:
+        return SHORTEST, LONGEST
+    limits = sorted(draw_limits(f"tail:{tail}", max(samples, rows), seed=0), reverse=True)
+    tokens = SHORTEST + int(limits[rows - 1])
+    return tokens, tokens
+
+
+def sweep(
+    batch: Batch, launches: Sequence[DecodeConfig], num_sms: int, best: int
+) -> dict[DecodeConfig, float]:
     """Print the best launches at one batch.
 
     Returns:
         The microseconds of each launch with its best number of splits.
     """
     programs = batch.rows * batch.shape.kv_heads
-    counts = [
-        count
-        for count in (1, 2, 3, 4, 6, 8, 12, 16, 32)
-        if count == 1 or programs * count <= 32 * num_sms
-    ]
+    tried = (1, 2, 3, 4, 6, 8, 12, 16, 32) if launches == LAUNCHES else range(1, 33)
+    counts = [count for count in tried if count == 1 or programs * count <= 32 * num_sms]
     times = {
         (config, count): batch.microseconds(config=config, num_splits=count)
-        for config in LAUNCHES
+        for config in launches
         for count in counts
     }
 
@@ -199,23 +224,25 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
 
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
-    by_count = " ".join(
-        f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts
-    )
-    print(f"    us by splits, best launch: {by_count}")
+    shown = {"best launch": launches}
+    if launches != LAUNCHES:
+        shown = {launch(config): [config] for config in launches}
+    for name, configs in shown.items():
+        by_count = [f"{n}: {min(times[config, n] for config in configs):.1f}" for n in counts]
+        print(f"    us by splits, {name}: {' '.join(by_count)}")
 
     for split_tokens in (256, 512):
         us = batch.microseconds(split_tokens=split_tokens)
         splits = fixed_num_splits(batch.table.shape[1], PAGE_SIZE, split_tokens)
         print(f"    fixed splits of {split_tokens} (up to {splits}): {speed(batch, us)}")
 
-    return {config: min(times[config, count] for count in counts) for config in LAUNCHES}
+    return {config: min(times[config, count] for count in counts) for config in launches}
 
 
 def rank(results: list[dict[DecodeConfig, float]], best: int) -> None:
     """Print launches by their mean slowdown against the best launch of each batch."""
     slowdowns = {
-        config: [times[config] / min(times.values()) for times in results] for config in LAUNCHES
+        config: [times[config] / min(times.values()) for times in results] for config in results[0]
     }
     print("  launches over all batches: mean slowdown, and at each batch")
     for config in sorted(slowdowns, key=lambda config: sum(slowdowns[config]))[:best]:
@@ -234,8 +261,14 @@ def main() -> None:
     )
 
     parser.add_argument("--small", choices=DTYPES, help="keys and values in eight bits")
+    parser.add_argument("--tail", type=int, metavar="L", help="rows of a rollout with tail:L")
+    parser.add_argument("--samples", type=int, default=1024, help="samples of that rollout [1024]")
+    parser.add_argument("--launches", help="launches to try, with commas [a sweep]")
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
+    launches = LAUNCHES
+    if args.launches is not None:
+        launches = [DecodeConfig(*map(int, one.split("/"))) for one in args.launches.split(",")]
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(0)
     print(
@@ -247,13 +280,11 @@ def main() -> None:
         print(name)
         results = []
         for rows in args.batches:
-            results.append(
-                sweep(
-                    Batch(SHAPES[name], rows, fresh=args.fresh, small=DTYPES.get(args.small)),
-                    device.multi_processor_count,
-                    args.best,
-                )
+            tokens = tokens_of(rows, args.tail, args.samples)
+            batch = Batch(
+                SHAPES[name], rows, tokens, fresh=args.fresh, small=DTYPES.get(args.small)
             )
+            results.append(sweep(batch, launches, device.multi_processor_count, args.best))
         rank(results, args.best)
 
 
