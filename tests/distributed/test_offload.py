@@ -111,7 +111,8 @@ def test_activations_of_checkpointed_layers_are_on_the_host(monkeypatch):
     pack = offload._ActivationHooks.pack
 
     def counted(hooks, tensor):
-        packed.append(tuple(tensor.shape))
+        if tensor.numel():  # torch 2.11 has an empty tensor for each layer
+            packed.append(tuple(tensor.shape))
         return pack(hooks, tensor)
 
     monkeypatch.setattr(offload._ActivationHooks, "pack", counted)

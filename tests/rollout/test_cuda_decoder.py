@@ -81,9 +81,11 @@ def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
         config = Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40)
         model = Qwen2MoeForCausalLM(config)
     elif family == "gemma2":  # caps, norms after each part
-        model = Gemma2ForCausalLM(
-            Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=1.0, query_pre_attn_scalar=4)
+        config = Gemma2Config(
+            **SIZES, **WINDOWS, attn_logit_softcapping=1.0, query_pre_attn_scalar=4
         )
+        model = Gemma2ForCausalLM(config)
+        model.set_attn_implementation("eager")  # other implementations may leave out the cap
     elif family == "gemma3":  # norms per head, two kinds of angles
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS, query_pre_attn_scalar=4))
     elif family == "gpt_oss":  # sinks, biases of experts

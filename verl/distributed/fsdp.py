@@ -238,16 +238,15 @@ def recover(module: nn.Module) -> None:
     Otherwise every unit would take the next forward pass for a recomputation, and leave its weights
     ungathered.
     """
-    root = next((child for child in module.modules() if isinstance(child, FSDPModule)), None)
-    if root is None:
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    if not units:
         return
+    root: Any = units[0]
     state: Any = root._get_fsdp_state()
     if state._is_root is None:  # no pass has come as far as the module yet
         return
 
-    for unit in module.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
+    for unit in units:
         group: Any = unit._get_fsdp_state()._fsdp_param_group
         if group is None:
             continue

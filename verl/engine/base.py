@@ -31,6 +31,7 @@ from verl.engine.pass_sizes import PassSizes
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossFunction, LossOutput, Totals
+from verl.models.attention import end_checkpoints
 from verl.models.lora import adapted_layers, adapter_state, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
@@ -441,7 +442,11 @@ class TrainEngine:
 
         That is for a micro-batch of no rows.
         """
-        outputs = self.module(micro_batch.packed, **forward_arguments)
+        try:
+            outputs = self.module(micro_batch.packed, **forward_arguments)
+        except BaseException as error:
+            end_checkpoints(error)
+            raise
         if loss_fn is None:
             torch.stack([values.sum() for values in outputs.values()]).sum().backward()
             return None

@@ -17,6 +17,8 @@ it as its own prefix. Tokens of a picture may see one another (`Layout.ahead`).
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import isgenerator
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +160,20 @@ def apply_checkpointing(module: nn.Module, *, share: float = 1.0) -> None:
             )
         for layer in layers[math.ceil(share * len(layers)) :]:
             layer.gradient_checkpointing = False
+
+
+def end_checkpoints(error: BaseException) -> None:
+    """End the hooks of checkpointed layers that `error` has left.
+
+    Before torch 2.13 they stay until the traceback is gone, which a notebook keeps, and catch the
+    tensors of all later passes.
+    """
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") != checkpoint.__module__:
+            continue
+        for value in frame.f_locals.values():
+            if isgenerator(value):
+                value.close()
 
 
 def layer_facts(
@@ -373,7 +389,10 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Te
     arguments = (q, k, v, seen, facts.scale, facts.cap, facts.sinks, bias)
     if not torch.is_grad_enabled():
         return _scores_to_values(*arguments)
-    return checkpoint(_scores_to_values, *arguments, use_reentrant=False, preserve_rng_state=False)
+    attended: Any = checkpoint(
+        _scores_to_values, *arguments, use_reentrant=False, preserve_rng_state=False
+    )
+    return attended
 
 
 def _scores_to_values(

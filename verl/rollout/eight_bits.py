@@ -129,8 +129,11 @@ def product(
     x and W are in one format. With `may_split` and no bias, a product of int8 may be S parts
     (S, M, N) in fp32, whose sum it is.
     """
+    if not x.values.is_cuda:
+        return _plain_product(x, weight, bias, dtype)
     if x.values.dtype == torch.int8:
-        return _integer_product(x, weight, bias, dtype, may_split)
+        kernels = importlib.import_module("verl.rollout.embedded.kernels.int8_product")
+        return kernels.int8_product(x, weight, bias, dtype, may_split=may_split)
     if bias is not None and x.values.shape[1] > LONGEST_WITH_BIAS:
         # cuBLAS refuses K = 18,944 with a bias, which no known family has.
         return product(x, weight, None, dtype) + bias
@@ -145,14 +148,8 @@ def product(
     )
 
 
-def _integer_product(
-    x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype, may_split: bool
-) -> Tensor:
-    """Return `product` of matrices in int8. Sums of integers are exact in any order."""
-    if x.values.is_cuda:
-        kernels = importlib.import_module("verl.rollout.embedded.kernels.int8_product")
-        return kernels.int8_product(x, weight, bias, dtype, may_split=may_split)
-
+def _plain_product(x: Rows, weight: Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `product` on a CPU, where torch 2.11 takes no scales of rows."""
     # Sums of 127 * 127 * K are exact in float64.
     exact = x.values.double() @ weight.values.double().t()
     wide = exact.float() * x.scales * weight.scales.t()

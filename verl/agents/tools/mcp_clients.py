@@ -380,7 +380,7 @@ def _is_lost(error: Exception) -> bool:
 def _no_connection(error: BaseException) -> str:
     """Return the reason why a server gave no list of its tools, and the way out."""
     first = _first(error)
-    if isinstance(first, TimeoutError):
+    if isinstance(first, (TimeoutError, asyncio.TimeoutError)):  # one class from Python 3.11 on
         return (
             f"the MCP server did not list its tools within {START_TIMEOUT_S:g} s. Start it, or "
             "correct its entry."

@@ -45,8 +45,10 @@ end(server.wait() % 256)
 _VERSION = """
 import sys
 from importlib.metadata import packages_distributions, version
-name = packages_distributions()[sys.argv[1]][0]
-print(version(name))
+package = sys.argv[1]
+# Python 3.10 knows the packages of few distributions.
+names = packages_distributions().get(package, [package])
+print(version(names[0]))
 """
 _VERSION_S = 30.0
 
