@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from verl.models.experts import Mixture, Routing
-from verl.rollout.embedded.kernels.experts import mix_experts, route, sort_pairs
+from verl.rollout.embedded.kernels.experts import mix_experts
+from verl.rollout.embedded.kernels.routing import route, sort_pairs
 
 ROWS = 13
 SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 24, "num_experts_per_tok": 3}
