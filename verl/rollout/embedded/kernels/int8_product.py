@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from verl.rollout.eight_bits import Rows
 from verl.rollout.embedded.kernels import PROCESSORS
+from verl.rollout.embedded.kernels.tiles import tile_in_group
 from verl.utils.arithmetic import ceil_div, round_up
 
 _COLUMNS = 128  # of a tile
@@ -120,14 +121,11 @@ def _int8_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # Programs that run at the same time share their weights in the cache.
-    tile = tl.program_id(0)
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(columns, BLOCK_N)
-    group = tile // (GROUP * tiles_n)
-    height = min(tiles_m - group * GROUP, GROUP)
-    first_row = (group * GROUP + tile % (GROUP * tiles_n) % height) * BLOCK_M
-    first_column = tile % (GROUP * tiles_n) // height * BLOCK_N
+    tile_m, tile_n = tile_in_group(
+        tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP
+    )
+    first_row = tile_m * BLOCK_M
+    first_column = tile_n * BLOCK_N
 
     split = tl.program_id(1)
     start = split * split_inner

@@ -16,14 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from verl.rollout.embedded.kernels import PROCESSORS
+from verl.rollout.embedded.kernels.tiles import tile_in_group
 
 # A product with fewer output tiles than this leaves processors idle, so its K is cut.
 WANTED_TILES = PROCESSORS
 # Shorter partial products cost more to add up than they save.
 MIN_SPLIT_K = 384
 MAX_SPLITS = 8
-GROUP_M = 8
-ROW_BLOCK = 4096
+GROUP_M = 8  # rows of tiles that share weights in the cache
+ROW_BLOCK = 4096  # numbers that `row_sum` reads at a time
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -146,7 +147,6 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: P
         SPLITS=plan.splits,
         SPLIT_K=plan.split_k,
         IN_GRID=plan.in_grid,
-        HAS_BIAS=bias is not None and not plan.in_grid,
         EVEN_K=inner % tile.k == 0,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
@@ -165,7 +165,6 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: P
             columns,
             out.stride(0),
             SPLITS=plan.splits,
-            HAS_BIAS=bias is not None,
             BLOCK=256,
             num_warps=2,
         )
@@ -188,22 +187,15 @@ def _linear_kernel(
     SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     IN_GRID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # Tiles are in groups of GROUP rows of tiles, column by column: programs that run at the same
-    # time share their weights in the cache.
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    number = tl.program_id(0)
-    group = number // (GROUP * tiles_n)
-    height = min(tiles_m - group * GROUP, GROUP)
-    tile_m = group * GROUP + number % (GROUP * tiles_n) % height
-    tile_n = number % (GROUP * tiles_n) // height
+    tile_m, tile_n = tile_in_group(tl.program_id(0), tiles_m, tiles_n, GROUP)
 
     row = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -211,31 +203,21 @@ def _linear_kernel(
     weight += column[None, :] * weight_stride_n
     real_row = row[:, None] < rows
     real_column = column[None, :] < columns
+    start = 0
+    stop = inner
     if IN_GRID:
         split = tl.program_id(1)
+        start = split * SPLIT_K
+        stop = min((split + 1) * SPLIT_K, inner)
+
+    if IN_GRID or SPLITS == 1:
         result = _partial(
             x,
             weight,
             real_row,
             real_column,
-            split * SPLIT_K,
-            min((split + 1) * SPLIT_K, inner),
-            inner,
-            weight_stride_k,
-            EVEN_K,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        out += split.to(tl.int64) * rows * columns
-    elif SPLITS == 1:
-        result = _partial(
-            x,
-            weight,
-            real_row,
-            real_column,
-            0,
-            inner,
+            start,
+            stop,
             inner,
             weight_stride_k,
             EVEN_K,
@@ -260,7 +242,10 @@ def _linear_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-    if HAS_BIAS:
+
+    if IN_GRID:
+        out += split.to(tl.int64) * rows * columns
+    elif bias is not None:
         result += tl.load(bias + column, column < columns, other=0.0)[None, :].to(tl.float32)
     out += row[:, None] * out_stride + column[None, :]
     tl.store(out, result.to(out.dtype.element_ty), real_row & real_column)
@@ -305,7 +290,6 @@ def _add_splits_kernel(
     columns,
     out_stride,
     SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add up partials (SPLITS, rows, columns) and the bias to out (rows, columns).
@@ -318,7 +302,7 @@ def _add_splits_kernel(
     result = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         result += tl.load(partials + (split * rows + row) * columns + column, real, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         result += tl.load(bias + column, real, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), real)
 
