@@ -5,18 +5,15 @@ computes; all others decode through their module. On CUDA these include layers w
 MLP (Qwen3-MoE, Mixtral, gpt-oss) and layers that norm each part before it is added (Gemma).
 """
 
-import functools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
@@ -25,7 +22,6 @@ from verl.models.families import LLAMA_VISION_FAMILIES, rope_settings
 from verl.models.vision import family_of, reads_pictures, text_body
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
-from verl.rollout.embedded.scheduler import STEPS_AT_ONCE
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 
 
@@ -39,10 +35,10 @@ class Layer:
     key_norm: Any
     post_norm: Any
     mlp: Any
-    mixture: Mixture | None  # of experts, instead of the MLP
+    mixture: Mixture | None  # the experts of the MLP, if it is a mixture
     facts: Facts
     rotary: tuple[Tensor, Tensor]  # cos and sin (positions, D)
-    # of the outputs of attention and of the feed-forward part, before they are added; Gemma's alone
+    # norms for the outputs of attention and of the MLP, before they are added; None but for Gemma
     attention_norm: Any = None
     feed_forward_norm: Any = None
 
@@ -57,7 +53,7 @@ def can_fuse(module: PreTrainedModel, families: Sequence[str]) -> bool:
 
     Its parts must be transformers' own, not a user's subclasses, and its layer Llama's:
     h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h).
-    Gemma has GELU for SiLU, and norms what is added to h.
+    Gemma has GELU for SiLU, and norms each part before it is added to h.
     """
     config: Any = module.config.get_text_config()
     pictures = reads_pictures(module.config)
@@ -119,7 +115,7 @@ def _rotary_tables(
 
 
 # The residual stream is the sum of these tensors (b, H). Some decoders leave (S, b, H), to be added
-# up first, or products whose scales are apart.
+# up first, or products with separate scales (`Unscaled`).
 Parts = tuple[Any, ...]
 
 
@@ -141,25 +137,27 @@ class FusedDecoder(ABC):
         parallel: TensorParallel | None = None,
     ) -> None:
         body: Any = text_body(module)
+        config: Any = module.config.get_text_config()
+        self.family: str = config.model_type
         self.paging = paging
-        self.embeddings: Any = module.get_input_embeddings()
         self.norm: Any = body.norm
+        self.embeddings: Any = module.get_input_embeddings()
         weight = self.embeddings.weight
         # Gemma multiplies embeddings by the root of their size, rounded.
         scale = getattr(self.embeddings, "embed_scale", None)
         self.embedding_scale = None if scale is None else scale.to(weight.dtype)
+
         positions = torch.arange(max_positions, device=weight.device)[None]
         if reads_pictures(module.config) and family_of(module.config).three_parts:
             positions = positions.expand(3, 1, -1)
-        config: Any = module.config.get_text_config()
-        self.family: str = config.model_type
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.layers = []
         for number, layer in enumerate(body.layers):
             # Gemma3's layers with windows have other angles than those without.
-            kind = config.layer_types[number] if config.model_type == "gemma3_text" else None
+            kind = config.layer_types[number] if self.family == "gemma3_text" else None
             if kind not in self.tables:
                 self.tables[kind] = _rotary_tables(body, weight, positions, kind)
+
             input_norm, post_norm, *inner = _norms(layer)
             fused = Layer(
                 input_norm=input_norm,
@@ -168,7 +166,7 @@ class FusedDecoder(ABC):
                 key_norm=getattr(layer.self_attn, "k_norm", None),
                 post_norm=post_norm,
                 mlp=layer.mlp,
-                mixture=Mixture.of(layer.mlp, config.model_type),
+                mixture=Mixture.of(layer.mlp, self.family),
                 facts=shapes[layer.self_attn].facts,
                 rotary=self.tables[kind],
                 attention_norm=inner[0] if inner else None,
@@ -178,10 +176,9 @@ class FusedDecoder(ABC):
         self.cos, self.sin = self.layers[0].rotary
 
         if parallel is not None:
-            # Before the methods themselves, so that one rank alone has nothing more to do.
-            vars(self).update(
-                attend=parallel.summed(self.attend), feed_forward=parallel.summed(self.feed_forward)
-            )
+            # They replace the methods, so that a single rank has nothing more to do.
+            self.attend = parallel.summed(self.attend)
+            self.feed_forward = parallel.summed(self.feed_forward)
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Compute hidden states (b, H) of token ids (b,) at positions (b,)."""
@@ -220,268 +217,3 @@ class FusedDecoder(ABC):
     @abstractmethod
     def feed_forward(self, layer: Layer, normed: Any) -> Any:
         """Return this rank's share of the gated feed-forward part, for normed states (b, H)."""
-
-
-def _added_up(parts: Parts) -> Tensor:
-    """Return the sum of `parts`, written to the first."""
-    residual, *others = parts
-    for other in others:
-        residual += other
-    return residual
-
-
-class TorchDecoder(FusedDecoder):
-    """`FusedDecoder` by plain operations of torch, which round where transformers rounds.
-
-    In bf16 a log-prob is nearer to the trainer's by a seventh.
-    """
-
-    prefills = False
-
-    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
-        """Implement `FusedDecoder.add_norm`."""
-        residual = _added_up(parts)
-        return self._norm(residual, norm), (residual,)
-
-    def places(self, positions: Tensor) -> Any:
-        """Return cos and sin (b, 1, D)."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
-
-    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
-        """Implement `FusedDecoder.attend`."""
-        attention = layer.attention
-        size = (normed.shape[0], -1, self.cos.shape[1])
-        q, k, v = (
-            F.linear(normed, linear.weight, linear.bias).view(size)
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if layer.query_norm is not None:
-            q = self._norm(q, layer.query_norm)
-            k = self._norm(k, layer.key_norm)
-        q = _rotate(q, *places)
-        k = _rotate(k, *places)
-        pages = self.paging.layers[attention]
-        out = step.attend(pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
-        return F.linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
-
-    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """Implement `FusedDecoder.feed_forward`."""
-        gate = layer.mlp.gate_proj
-        up = layer.mlp.up_proj
-        down = layer.mlp.down_proj
-        active = F.silu(F.linear(normed, gate.weight, gate.bias), inplace=True)
-        active.mul_(F.linear(normed, up.weight, up.bias))
-        return F.linear(active, down.weight, down.bias)
-
-    def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, norm.variance_epsilon).mul_(norm.weight)
-
-
-class StackedDecoder(FusedDecoder):
-    """`FusedDecoder` for small models on CPU, where calls cost as much as arithmetic.
-
-    Weights that read one input are one matrix, multiplied by the factors of the norm before it. The
-    two numbers of a head that rotate together are adjacent, as one complex number; scores do not
-    depend on the order. These matrices are copies: call `refresh` after every change of the
-    weights.
-    """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        half = self.sin.shape[1] // 2
-        turns = torch.complex(self.cos[:, :half], self.sin[:, :half])
-        # Samples at their last position may be computed on with for some steps: any turn will do.
-        turns = torch.cat([turns, turns[-1:].expand(STEPS_AT_ONCE, -1)])
-        self.turns = turns[:, None]  # (P, 1, D / 2)
-        self.stacks: Any = None  # `Stacks` of all layers
-        self._layer_stacks: dict[int, Stacks] = {}  # views of them, by id of the layer
-        self.refresh()
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the copies."""
-        tensors = filter(torch.is_tensor, tree_leaves(self.stacks))
-        return sum(tensor.nbytes for tensor in tensors)
-
-    @torch.inference_mode()
-    def refresh(self) -> None:
-        """Copy the current weights."""
-        # The old copies go first: the new ones may take their memory.
-        self.stacks = None
-        self._layer_stacks = {}
-        self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
-        for number, layer in enumerate(self.layers):
-            # views of the layer's own part
-            part = tree_map_only(Tensor, operator.itemgetter(number), self.stacks)
-            self._layer_stacks[id(layer)] = part
-        self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
-
-    def add_norm(self, parts: Parts, norm: Any, inner: Any) -> tuple[Tensor, Parts]:
-        """Implement `FusedDecoder.add_norm` without factors, which the next matrix has.
-
-        The last norm applies its own.
-        """
-        residual = _added_up(parts)
-        unit = _unit_rows(residual, norm.variance_epsilon)
-        if norm is self.norm:
-            unit = unit.mul_(self.last_factors)
-        return unit, (residual,)
-
-    def places(self, positions: Tensor) -> Any:
-        """Return rotary factors (b, 1, D / 2), complex."""
-        return self.turns.index_select(0, positions)
-
-    def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
-        """Implement `FusedDecoder.attend`."""
-        stacks = self._layer_stacks[id(layer)]
-        dim = self.cos.shape[1]
-        heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
-        rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
-        if stacks.head_norm is not None:
-            rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
-        rotated.view(places.dtype).mul_(places)
-        q, k = rotated.tensor_split((-stacks.num_key_heads,), dim=1)
-
-        k = k.transpose(0, 1)
-        v = v.transpose(0, 1)
-        pages = self.paging.layers[layer.attention]
-        facts = layer.facts
-
-        if isinstance(step, PrefillStep):
-            step.store(pages, k, v)
-            heads = (q.transpose(0, 1)[None], k[None], v[None])
-            out = self.paging.prefill_attention(
-                layer.attention, *heads, None, facts.scale, sliding_window=facts.window
-            )
-            out = out[0][0]
-        else:
-            out = step.attend(pages, q, k, v, facts)
-
-        return _product(out.flatten(1), stacks.output)
-
-    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """Implement `FusedDecoder.feed_forward`."""
-        stacks = self._layer_stacks[id(layer)]
-        gate, up = _products(normed, stacks.gate_up)
-        return _product(F.silu(gate, inplace=True).mul_(up), stacks.down)
-
-
-class Matrix(NamedTuple):
-    weight: Tensor  # (K, N), as products read it fastest, or n of them (n, K, N)
-    bias: Tensor | None  # (1, N), or (n, 1, N)
-
-
-class Stacks(NamedTuple):
-    """The matrices of one layer, or of n, one behind the other."""
-
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
-    head_norm: Tensor | None  # (Hq + Hk, D), factors of the norms of query and key heads
-    num_key_heads: int
-
-    @classmethod
-    def of(cls, layer: Layer) -> "Stacks":
-        attention = layer.attention
-        mlp = layer.mlp
-        dim = attention.head_dim
-        num_query_heads = attention.q_proj.weight.shape[0] // dim
-        num_key_heads = attention.k_proj.weight.shape[0] // dim
-        qkv = _stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm)
-        rotated = slice((num_query_heads + num_key_heads) * dim)
-
-        for tensor in qkv:
-            if tensor is not None:
-                tensor[..., rotated] = _paired(
-                    tensor[..., rotated].unflatten(-1, (-1, dim))
-                ).flatten(-2)
-
-        head_norm = None
-        if layer.query_norm is not None:
-            query = layer.query_norm.weight
-            key = layer.key_norm.weight
-            factors = torch.cat(
-                [query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]
-            )
-            head_norm = _paired(factors * dim**0.5)
-
-        gate = _stack([mlp.gate_proj], layer.post_norm)
-        up = _stack([mlp.up_proj], layer.post_norm)
-        return cls(
-            qkv=qkv,
-            output=_stack([attention.o_proj]),
-            gate_up=_stacked([gate, up]),
-            down=_stack([mlp.down_proj]),
-            head_norm=head_norm,
-            num_key_heads=num_key_heads,
-        )
-
-
-def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
-    """Return one matrix for all weights, to follow `_unit_rows` where a norm is given."""
-    weight = torch.cat(tuple(linear.weight for linear in linears))
-    if norm is not None:
-        weight *= norm.weight * weight.shape[1] ** 0.5
-    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
-    assert len(biases) in (0, len(linears))
-    bias = torch.cat(biases)[None] if biases else None
-    return Matrix(weight.t().contiguous(), bias)
-
-
-def _stacked(parts: Sequence[Any]) -> Any:
-    """Stack n equal tuples: each tensor becomes (n, ...)."""
-    return tree_map(_stack_tensors, *parts)
-
-
-def _stack_tensors(first: Any, *others: Any) -> Any:
-    return torch.stack([first, *others]) if isinstance(first, Tensor) else first
-
-
-def _paired(heads: Tensor) -> Tensor:
-    """Interleave the halves of heads (..., D): each number precedes that half of D behind it."""
-    return torch.stack(heads.chunk(2, dim=-1), dim=-1).flatten(-2)
-
-
-def _product(x: Tensor, matrix: Matrix) -> Tensor:
-    """Return x (b, K) times a matrix, (b, N)."""
-    weight, bias = matrix
-    if bias is None:
-        return torch.mm(x, weight)
-    return torch.addmm(bias, x, weight)
-
-
-def _products(x: Tensor, matrices: Matrix) -> Tensor:
-    """Return x (b, K) times each of n matrices, (n, b, N).
-
-    MKL computes this faster than one product of n * N columns.
-    """
-    weight, bias = matrices
-    each = x.expand(weight.shape[0], -1, -1)
-    if bias is None:
-        return torch.bmm(each, weight)
-    return torch.baddbmm(bias, each, weight)
-
-
-def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of x (..., D) without its factors, divided by the root of D."""
-    # The root of (sum of squares + D * epsilon), in one operation less.
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(
-        _constant((epsilon * x.shape[-1]) ** 0.5)
-    )
-
-
-@functools.cache
-def _constant(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads (b, h, D); cos and sin (b, 1, D) hold each angle twice, half of D apart."""
-    half = heads.shape[-1] // 2
-    low = heads[..., :half]
-    high = heads[..., half:]
-    out = heads * cos
-    out[..., :half].sub_(high * sin[..., :half])
-    out[..., half:].add_(low * sin[..., half:])
-    return out

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl.rollout.embedded.fused import Matrix, StackedDecoder
+from verl.rollout.embedded.host_decoders import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
 from verl.rollout.embedded.kernels.blas import sgemm_address
 from verl.rollout.embedded.kernels.host_arrays import Memory, Weights

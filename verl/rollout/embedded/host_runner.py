@@ -19,7 +19,7 @@ from verl.rollout.embedded.attention import (
     Step,
     plan_chunks,
 )
-from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
+from verl.rollout.embedded.host_decoders import StackedDecoder, TorchDecoder
 from verl.rollout.embedded.host_lanes import Lane, Lanes
 from verl.rollout.embedded.host_rows import KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner

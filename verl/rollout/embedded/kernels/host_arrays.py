@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Weights(NamedTuple):
-    """The weights of n layers, as `fused.Stacks` has them.
+    """The weights of n layers, as `host_decoders.Stacks` has them.
 
     A weight that the model lacks is empty in its last dimension but one.
     """
