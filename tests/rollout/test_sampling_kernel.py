@@ -10,14 +10,10 @@ import torch
 
 from tests.cases import cases
 from tests.rollout.interpreter import interpreted
-from verl.rollout.embedded.kernels import sampling_kernels
+from verl.rollout.embedded.kernels import sampling_kernels, threshold_kernels
 from verl.rollout.embedded.kernels.sampling import DrawState, Tuning, Workspace, draw
-from verl.rollout.embedded.kernels.sampling_kernels import (
-    _draw_key,
-    _gumbel,
-    _noise_integers,
-    _search,
-)
+from verl.rollout.embedded.kernels.sampling_kernels import _draw_key, _gumbel, _noise_integers
+from verl.rollout.embedded.kernels.threshold_kernels import _search
 from verl.rollout.sampling import (
     column_hashes,
     noise_integers,
@@ -247,11 +243,11 @@ def test_the_search_takes_few_passes():
     Bisection of keys would take 8 passes a row.
     """
     passes = []
-    plain = sampling_kernels._sums_above
+    plain = threshold_kernels._sums_above
     torch.manual_seed(6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            sampling_kernels,
+            threshold_kernels,
             "_sums_above",
             lambda *arguments: passes.append(1) or plain(*arguments),
         )

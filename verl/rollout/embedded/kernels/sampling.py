@@ -20,11 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
-from verl.rollout.embedded.kernels import sampling_kernels
+from verl.rollout.embedded.kernels import sampling_kernels, threshold_kernels
 from verl.rollout.sampling import column_hashes
 
 # a kernel is launched as kernel[grid](...), which no type checker follows
 _kernels: Any = sampling_kernels
+_threshold_kernels: Any = threshold_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,8 @@ class Workspace:
         self.totals = torch.empty(per_chunk, dtype=torch.float32, device=device)
         self.scores = torch.empty(per_chunk, dtype=torch.float32, device=device)
         self.columns = torch.empty(per_chunk, dtype=torch.int32, device=device)
-        # Of each row: the largest logit, the sum of exponentials, the smallest logit that top-k and
-        # top-p keep.
+        # The numbers of a row: the largest logit, the sum of exponentials, and the smallest logit
+        # that top-k and top-p keep.
         self.rows = torch.empty(max_rows, 3, dtype=torch.float32, device=device)
 
     @property
@@ -122,7 +123,7 @@ def draw(
         _kernels.scan[grid](*source, *parts, GREEDY=greedy, **cut)
 
     if filtered and not greedy:
-        _kernels.find_threshold[(rows,)](
+        _threshold_kernels.find_threshold[(rows,)](
             *source,
             work.largest,
             work.totals,

@@ -10,18 +10,15 @@ _MURMUR_1 = tl.constexpr(0x85EBCA6B)  # of MurmurHash3's 32-bit finalizer
 _MURMUR_2 = tl.constexpr(0xC2B2AE35)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _2_TO_23 = tl.constexpr(8388608.0)
-# E of `_gumbel` lies in [2**-32, 22], so no two Gumbel variables differ by more than 25.3: a token
-# whose logit / temperature is 26 below the largest is never drawn.
-_REACH = tl.constexpr(26.0)
 
 
 @triton.jit
-def _load_logits(row_ptr, columns, end):
+def load_logits(row_ptr, columns, end):
     return tl.load(row_ptr + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _finite(largest):
+def finite(largest):
     """Return the number that is subtracted in exponents.
 
     Where all logits are -inf, their weights become 0, not exp(-inf + inf).
@@ -40,7 +37,7 @@ def _add_block(x, largest, totals, scale):
     if peak > largest:
         totals *= tl.exp2((largest - peak) * scale)
         largest = peak
-    weights = tl.exp2((x - _finite(largest)) * scale)
+    weights = tl.exp2((x - finite(largest)) * scale)
     return weights, largest, totals + weights
 
 
@@ -72,12 +69,12 @@ def scan(
     column = start
     offset = start
     end = tl.minimum(start + CHUNK, VOCABULARY)
-    upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
+    upcoming = load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
 
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
         x = upcoming
-        upcoming = _load_logits(row_ptr, columns + BLOCK, end)
+        upcoming = load_logits(row_ptr, columns + BLOCK, end)
         before = largest
         _, largest, totals = _add_block(x, largest, totals, scale)
         if GREEDY and largest > before:
@@ -214,14 +211,14 @@ def scan_and_draw(
 
     offset = start
     end = tl.minimum(start + CHUNK, VOCABULARY)
-    upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
+    upcoming = load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
         x = upcoming
         # loaded while these are weighed
-        upcoming = _load_logits(row_ptr, columns + BLOCK, end)
+        upcoming = load_logits(row_ptr, columns + BLOCK, end)
         if FILTERED:
-            weights = tl.exp2((x - _finite(largest)) * scale)
+            weights = tl.exp2((x - finite(largest)) * scale)
             weights = tl.where((x >= threshold) & (weights >= min_p), weights, 0.0)
             useful = tl.max(weights, axis=0) > 0
         else:
@@ -229,7 +226,7 @@ def scan_and_draw(
             useful = True
         if useful:
             noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
-            hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
+            hopeful = _may_win(noise, weights, finite(largest) * inverse - best)
             if tl.max(hopeful.to(tl.int32), axis=0) > 0:
                 # The most promising token is tried alone; in most blocks no other can beat it then.
                 weights = tl.where(hopeful, weights, 0.0)
@@ -240,7 +237,7 @@ def scan_and_draw(
                     score += _gumbel(own)
                     if (score > best) | ((score == best) & (tried < column)):
                         best, column = score, tried
-                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
+                    hopeful = _may_win(noise, weights, finite(largest) * inverse - best)
                     weights = tl.where(hopeful & (columns != tried), weights, 0.0)
         offset += BLOCK
 
@@ -254,9 +251,7 @@ def scan_and_draw(
 
 
 @triton.jit
-def _merge_sums(
-    largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr
-):
+def merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
     """Compute maximum and sum of exponentials of a row from those of its chunks."""
     chunks = tl.arange(0, CHUNKS)
     parts = tl.load(
@@ -264,7 +259,7 @@ def _merge_sums(
     )
     totals = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
     largest = tl.max(parts, axis=0)
-    factors = tl.exp2((parts - _finite(largest)) * scale)
+    factors = tl.exp2((parts - finite(largest)) * scale)
     return largest, tl.sum(totals * factors, axis=0)
 
 
@@ -293,7 +288,7 @@ def merge(
         largest = tl.load(rows_ptr + row * 3)
         total = tl.load(rows_ptr + row * 3 + 1)
     else:
-        largest, total = _merge_sums(
+        largest, total = merge_sums(
             largest_ptr, totals_ptr, row, inverse * _LOG2_E, NUM_CHUNKS, CHUNKS
         )
 
@@ -308,177 +303,3 @@ def merge(
     logit = tl.load(row_ptr + token).to(tl.float32)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(log_probs_ptr + row, (logit - largest) * inverse - tl.log(total))
-
-
-@triton.jit
-def _order_key(x, DROPPED_BITS: tl.constexpr):
-    """Return an integer that rises with the fp32 number x.
-
-    It rises by one from each number of the logits' type to the next.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> DROPPED_BITS).to(tl.int64)
-
-
-@triton.jit
-def _of_order_key(key, DROPPED_BITS: tl.constexpr):
-    """Return the number of the logits' type that has this order key."""
-    bits = (key << DROPPED_BITS).to(tl.int32)
-    bits = tl.where(bits < 0, (bits | ((1 << DROPPED_BITS) - 1)) ^ 0x7FFFFFFF, bits)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _sums_above(
-    row_ptr,
-    first,
-    second,
-    third,
-    base,
-    scale,
-    VOCABULARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
-    """Count a row's logits, or with WEIGHTED add up their weight, at or above each of three."""
-    one = tl.zeros([BLOCK], tl.float32)
-    two = tl.zeros([BLOCK], tl.float32)
-    three = tl.zeros([BLOCK], tl.float32)
-    for offset in tl.range(0, VOCABULARY, BLOCK, num_stages=1):
-        x = _load_logits(row_ptr, offset + tl.arange(0, BLOCK), VOCABULARY)
-        weights = tl.exp2((x - base) * scale) if WEIGHTED else 1.0
-        one += tl.where(x >= first, weights, 0.0)
-        two += tl.where(x >= second, weights, 0.0)
-        three += tl.where(x >= third, weights, 0.0)
-    return tl.sum(one, axis=0), tl.sum(two, axis=0), tl.sum(three, axis=0)
-
-
-@triton.jit
-def _search(
-    row_ptr,
-    low,
-    high,
-    wanted,
-    base,
-    scale,
-    VOCABULARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DROPPED_BITS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
-    """Find the largest order key in [low, high) with at least `wanted` tokens at or above it.
-
-    With WEIGHTED, with at least so much weight. If there is none, return `low`.
-
-    Every pass over the row compares with three keys, which cut the interval into quarters. While it
-    spans many powers of two, every other pass cuts it into equal lengths instead: between -1 and 1
-    lie half of all keys, and few logits. With one token left in the interval, any key up to that
-    token's is right: fp32 logits lie far apart among their keys.
-    """
-    wide: tl.constexpr = 8 << (23 - DROPPED_BITS)
-    turn = 0
-    at_low = float("inf")
-    at_high = 0.0
-    lightest = 1.0
-    while (high - low > 1) & (at_low - at_high >= 2 * lightest):
-        step = tl.maximum((high - low) // 4, 1)
-        first = low + step
-        second = low + 2 * step
-        third = low + 3 * step
-        if (high - low > wide) & (turn % 2 == 0):
-            start = _of_order_key(low, DROPPED_BITS)
-            quarter = (_of_order_key(high, DROPPED_BITS) - start) * 0.25
-            first = tl.maximum(_order_key(start + quarter, DROPPED_BITS), low + 1)
-            second = tl.maximum(_order_key(start + 2 * quarter, DROPPED_BITS), low + 1)
-            third = tl.maximum(_order_key(start + 3 * quarter, DROPPED_BITS), low + 1)
-        first = tl.minimum(first, high - 1)
-        second = tl.minimum(second, high - 1)
-        third = tl.minimum(third, high - 1)
-        turn += 1
-        one, two, three = _sums_above(
-            row_ptr,
-            _of_order_key(first, DROPPED_BITS),
-            _of_order_key(second, DROPPED_BITS),
-            _of_order_key(third, DROPPED_BITS),
-            base,
-            scale,
-            VOCABULARY,
-            BLOCK,
-            WEIGHTED,
-        )
-        # Every branch shrinks the interval, even where a NaN makes all comparisons false.
-        if one >= wanted:
-            if two >= wanted:
-                if three >= wanted:
-                    low, at_low = third, three
-                else:
-                    low, at_low, high, at_high = second, two, third, three
-            else:
-                low, at_low, high, at_high = first, one, second, two
-        else:
-            high, at_high = first, one
-        if WEIGHTED:
-            lightest = tl.exp2((_of_order_key(low, DROPPED_BITS) - base) * scale)
-
-    return low
-
-
-@triton.jit
-def find_threshold(
-    logits,
-    row_stride,
-    settings,
-    largest_ptr,
-    totals_ptr,
-    rows_ptr,
-    VOCABULARY: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DROPPED_BITS: tl.constexpr,
-):
-    """Find the smallest logit kept by top-k, and then by top-p among the tokens that top-k kept.
-
-    Logits too small to be drawn at all are left out.
-    """
-    row = tl.program_id(0)
-    row_ptr = logits + row.to(tl.int64) * row_stride
-    temperature = tl.load(settings)
-    top_p = tl.load(settings + 1)
-    top_k = tl.load(settings + 3)
-    scale = _LOG2_E / temperature
-    largest, total = _merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS, CHUNKS)
-    base = _finite(largest)
-    low = _order_key(base - _REACH * temperature, DROPPED_BITS)
-    high = _order_key(largest, DROPPED_BITS) + 1
-
-    held = total
-    if (top_k > 0) & (top_k < VOCABULARY):
-        low = _search(
-            row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, False
-        )
-        if top_p < 1:
-            # The share is of exactly k tokens, even if more tie with the last of them.
-            last = _of_order_key(low, DROPPED_BITS)
-            above = _of_order_key(low + 1, DROPPED_BITS)
-            count, _, _ = _sums_above(
-                row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False
-            )
-            weight, _, _ = _sums_above(
-                row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, True
-            )
-            held = weight + (top_k - count) * tl.exp2((last - base) * scale)
-    elif top_p < 1:
-        # All tokens lighter than (1 - p) / V of the total can be dropped at once; a factor of two
-        # is left for rounding.
-        bound = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / VOCABULARY)
-        low = tl.maximum(low, tl.minimum(_order_key(bound, DROPPED_BITS), high - 1))
-
-    if top_p < 1:
-        low = _search(
-            row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, True
-        )
-
-    tl.store(rows_ptr + row * 3, largest)
-    tl.store(rows_ptr + row * 3 + 1, total)
-    tl.store(rows_ptr + row * 3 + 2, _of_order_key(low, DROPPED_BITS))
