@@ -99,7 +99,7 @@ def mix_experts(
 def run_gate_up(
     x: Tensor, weights: Weights, order: Order, active: Tensor, top_k: int, tile: Tile
 ) -> None:
-    """Compute act(gate) * up of sorted pairs, (P, I)."""
+    """Write act(gate) * up of the sorted pairs to `active` (P, I)."""
     hidden = x.shape[1]
     width = active.shape[1]
     weight = weights.gate_up
@@ -125,7 +125,10 @@ def run_gate_up(
 def run_down(
     active: Tensor, weights: Weights, order: Order, scores: Tensor, out: Tensor, tile: Tile
 ) -> None:
-    """Multiply sorted pairs with their expert's last weights and their scores, to their tokens."""
+    """Multiply sorted pairs by their expert's last weights and their scores.
+
+    `active` (P, I); the products go to the rows of their tokens in `out` (k or more, b, H).
+    """
     rows, hidden = out.shape[1:]
     weight = weights.down
     inner = active.shape[1]
@@ -245,6 +248,7 @@ def _down(
     place, real, pair = _pairs_of_tile(ORDER, TILE_START, TILE_STOP, tile, BLOCK_M)
     column = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < width
+
     weight = WEIGHT + expert * weight_expert + column * weight_column
     sums = _product(
         ACTIVE + place.to(tl.int64) * inner, weight, weight_k, real, inside, inner,
@@ -288,11 +292,13 @@ def _product(
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
     for first in range(0, inner, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         left = _load(x, 1, k, real, inner, EVEN_K)
         right = _load(weight, weight_k, k, inside, inner, EVEN_K)
         sums = _dot(left, right, sums, WEIGHTS_FIRST)
+
     if WEIGHTS_FIRST:
         sums = tl.trans(sums)
     return sums
@@ -320,6 +326,7 @@ def _products(
     else:
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
     for first in range(0, inner, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         left = _load(x, 1, k, real, inner, EVEN_K)
@@ -327,6 +334,7 @@ def _products(
         up_weight = _load(weight + distance, weight_k, k, inside, inner, EVEN_K)
         gate = _dot(left, gate_weight, gate, WEIGHTS_FIRST)
         up = _dot(left, up_weight, up, WEIGHTS_FIRST)
+
     if WEIGHTS_FIRST:
         gate = tl.trans(gate)
         up = tl.trans(up)

@@ -44,7 +44,7 @@ def add_rms_norm(
 
     Args:
         parts: one to three (b, H), contiguous. All but the first may also be (S, b, H), often in
-            fp32: S sums whose sum, rounded, is the part; or products whose scales are apart.
+            fp32: the rounded sum of these S is the part. Or they are products with separate scales.
         weight: (H,).
         eps: added to the mean of squares.
         writes_sum: write the sum to the first part, and norm the written numbers rather than the
@@ -89,7 +89,7 @@ def add_rms_norm(
 
 
 def _with_scales(part: Tensor | Unscaled | None) -> tuple[Tensor | None, ...]:
-    """Return the values of a part and, if they are apart, the scales of its rows and columns."""
+    """Return the values of a part, and the scales of its rows and columns if it has any."""
     return part if isinstance(part, Unscaled) else (part, None, None)
 
 
@@ -151,11 +151,23 @@ def rope_store(
 ) -> None:
     """Rotate queries and keys in place, and store keys and values in their pages.
 
-    The rotation is equation 34 of Su et al. 2021, with the halves apart. qkv (b, (Hq + 2 Hk) D);
-    cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
-    (num_pages, Hk, page_size, D), in eight bits if there are `key_scales` and `value_scales`
-    (num_pages, Hk, page_size), which have the same strides. With `query_norm` and `key_norm` (D,),
-    each head is RMS-normed first (Qwen3), with factors shift + norm.
+    The rotation is equation 34 of Su et al. 2021, with the halves apart.
+
+    Args:
+        qkv: (b, (Hq + 2 Hk) D), with contiguous rows.
+        cos: (positions, D).
+        sin: likewise.
+        positions: (b,) int64, which angles a row takes.
+        pages: (b,) int64, the page of a row's key and value.
+        offsets: (b,) int64, their place in the page.
+        keys: (num_pages, Hk, page_size, D).
+        values: likewise.
+        key_scales: (num_pages, Hk, page_size), if keys and values are in eight bits.
+        value_scales: likewise, with the same strides.
+        query_norm: (D,), by which each query head is RMS-normed first (Qwen3).
+        key_norm: likewise for key heads.
+        eps: added to the mean of squares of these norms.
+        shift: added to their weights.
     """
     scale_strides = (None, None)
     if key_scales is not None:
@@ -380,17 +392,17 @@ def _rope_store(
     cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     source = QKV + row * qkv_row
-    head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
 
+    head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
     at = source + head * D + column
     low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, shift, D)
     tl.store(at, low, mask=mask)
     tl.store(at + D // 2, high, mask=mask)
+
     head, column, mask = _tile(BLOCK_K, HK, HALF, D)
     at = source + (HQ + head) * D + column
     low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, shift, D)
     tl.store(at, low, mask=mask)
-
     tl.store(at + D // 2, high, mask=mask)
     target = KEYS + page * key_page + head * key_head + offset * key_token + column
     if KEY_SCALES is None:

@@ -79,22 +79,34 @@ def decode_attention(
 ) -> None:
     """Compute attention of the newest token of each of b rows; write it to `out` (b, Hq, Dv).
 
-    q (b, Hq, D); keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv),
-    page_size a power of two >= 8; all with any strides but a contiguous last dimension. `table` (S,
-    W) int32: the pages of a slot, in order. `slots` (b,) int32: the slot of a row. `positions` (S,)
-    int32: position of the newest token of a slot, whose key is in its page already, unless it is
-    given as `fresh`: then it is rotated (Su et al. 2021, equation 34, halves apart) and put there.
-    The row sees the keys 0..position, with `window` the newest of them; at -1, which no fresh token
-    may have, its output is 0. `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of
-    one more key a head, which has no value.
+    A row sees the keys of positions 0 to its own, or the newest `window` of them.
 
-    Keys and values in eight bits have `key_scales` and `value_scales` (num_pages, Hk, page_size)
-    fp32. A fresh token is stored in eight bits, and its own row takes its exact numbers.
+    q, keys and values may have any strides but a contiguous last dimension; `out` is contiguous.
+    The page size is a power of two >= 8.
 
-    A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple
-    of the block), into splits of so many tokens, as many as `fixed_num_splits` says: its output
-    then depends on its own query and keys alone, to the last bit. Where a row has more than one
-    split, `workspace` must have room for all of them.
+    Args:
+        q: (b, Hq, D).
+        keys: (num_pages, Hk, page_size, D).
+        values: (num_pages, Hk, page_size, Dv).
+        table: (S, W) int32, the pages of a slot, in order.
+        slots: (b,) int32, the slot of a row.
+        positions: (S,) int32, position of the newest token of a slot. Its key is in its page
+            already, unless it is given as `fresh`. At -1, which no fresh token may have, the output
+            is 0.
+        key_scales: (num_pages, Hk, page_size) fp32, if keys and values are in eight bits.
+        value_scales: likewise.
+        scale: multiplies the scores.
+        window: keys that a row sees, its own included; None: all.
+        cap: softly caps the scaled scores.
+        sinks: (Hq,) fp32, scores of one more key a head, which has no value.
+        num_splits: splits of equal size that a row's keys are cut into.
+        split_tokens: tokens of a split instead, a multiple of the block. There are then as many
+            splits as `fixed_num_splits` returns, and the output of a row depends on its own query
+            and keys alone, to the last bit.
+        workspace: room for the partial results of all splits; needed for more than one split a row.
+        config: None: `decode_config` chooses.
+        fresh: the newest tokens, to be rotated (Su et al. 2021, equation 34, halves apart) and put
+            into their pages. In eight bits, a row takes the exact numbers of its own token.
     """
     _check(q, keys, values, table, out, sinks)
     scale_strides = _scale_strides(q, keys, values, key_scales, value_scales)
@@ -337,10 +349,8 @@ def _attend(
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
         # A sink is a key without a value; the row's first split counts it.
-        sink = (
-            tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf"))
-            * _LOG2_E
-        )
+        is_counted = (group < GROUP) & (split == 0)
+        sink = tl.load(SINKS + heads, mask=is_counted, other=float("-inf")) * _LOG2_E
 
     m = sink
     total = tl.zeros_like(sink)

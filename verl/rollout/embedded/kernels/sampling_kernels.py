@@ -64,6 +64,7 @@ def scan(
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
     scale = _LOG2_E if GREEDY else _LOG2_E / tl.load(settings)
+
     largest = float("-inf")
     totals = tl.zeros([BLOCK], tl.float32)
     column = start

@@ -124,6 +124,7 @@ def _feed(
     inside = row < count
     slot = tl.load(SLOTS + row, mask=inside, other=0).to(tl.int64)
     position = tl.load(POSITIONS + slot, mask=inside, other=0)
+
     tl.store(IDS + row, tl.load(TOKENS + slot, mask=inside, other=0), mask=inside)
     tl.store(PLACES + row, position.to(tl.int64), mask=inside)
     page = tl.load(TABLE + slot * table_row + position // PAGE, mask=inside, other=0)
@@ -166,6 +167,7 @@ def _store_tokens(
     inside = column < width
     page = tl.load(PAGES + token)
     offset = tl.load(OFFSETS + token)
+
     value = tl.load(NEW + head * new_head + token * new_token + column, mask=inside)
     target = CACHE + page * cache_page + head * cache_head + offset * cache_token + column
     if SCALES is None:

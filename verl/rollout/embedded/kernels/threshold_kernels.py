@@ -96,6 +96,7 @@ def _search(
         second = tl.minimum(second, high - 1)
         third = tl.minimum(third, high - 1)
         turn += 1
+
         one, two, three = _sums_above(
             row_ptr,
             _of_order_key(first, DROPPED_BITS),
@@ -107,6 +108,7 @@ def _search(
             BLOCK,
             WEIGHTED,
         )
+
         # Every branch shrinks the interval, even where a NaN makes all comparisons false.
         if one >= wanted:
             if two >= wanted:
@@ -150,6 +152,7 @@ def find_threshold(
     scale = _LOG2_E / temperature
     largest, total = merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS, CHUNKS)
     base = finite(largest)
+
     low = _order_key(base - _REACH * temperature, DROPPED_BITS)
     high = _order_key(largest, DROPPED_BITS) + 1
 
