@@ -32,7 +32,8 @@ from verl.rollout.eight_bits import (
 from verl.rollout.embedded import cuda_runner
 from verl.rollout.embedded.cuda_decoder import TritonDecoder
 from verl.rollout.embedded.kernels import paged_attention
-from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
+from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
+from verl.rollout.embedded.kernels.rope_store import rope_store
 from verl.rollout.types import Room
 from verl.utils.units import GIB
 

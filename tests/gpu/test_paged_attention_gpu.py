@@ -199,7 +199,7 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_batch(
 def test_a_fresh_token_is_rotated_and_stored_like_by_its_own_kernel(
     kernels, shape: tuple[int, int, int], normed: bool
 ):
-    layers = importlib.import_module("verl.rollout.embedded.kernels.layers")
+    rotary = importlib.import_module("verl.rollout.embedded.kernels.rope_store")
     heads, kv_heads, dim = shape
     batch = make_batch(19, heads, kv_heads, dim)
     slots = batch.slots.long()
@@ -214,7 +214,7 @@ def test_a_fresh_token_is_rotated_and_stored_like_by_its_own_kernel(
 
     truth = batch._replace(keys=batch.keys.clone(), values=batch.values.clone())
     turned = qkv.clone()
-    layers.rope_store(
+    rotary.rope_store(
         turned,
         cos,
         sin,

@@ -47,7 +47,7 @@ from verl.rollout.embedded.attention import LayerPages, LayerShape
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, TritonDecoder
 from verl.rollout.embedded.cuda_runner import CudaRunner
 from verl.rollout.embedded.extension import extend_step
-from verl.rollout.embedded.kernels.layers import rope_store
+from verl.rollout.embedded.kernels.rope_store import rope_store
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.runner import ModelRunner
 from verl.utils.errors import ConfigError

@@ -8,7 +8,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from tests.rollout.interpreter import interpreted
-from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
+from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
+from verl.rollout.embedded.kernels.rope_store import rope_store
 from verl.rollout.embedded.kernels.slots import advance, feed, store_tokens
 
 EPS = 0.3  # large: without it, a norm would be far off

@@ -24,8 +24,9 @@ from verl.rollout.embedded.fused import GEMMA_FAMILIES, FusedDecoder, Layer, Par
 from verl.rollout.embedded.kernels import PROCESSORS, narrow_swiglu
 from verl.rollout.embedded.kernels.decode_launch import SplitWorkspace
 from verl.rollout.embedded.kernels.experts import mix_experts
-from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
+from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
+from verl.rollout.embedded.kernels.rope_store import rope_store
 from verl.rollout.embedded.kernels.routing import route
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
