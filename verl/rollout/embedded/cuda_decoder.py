@@ -1,5 +1,4 @@
-"""A decode step on CUDA: its inputs, and its computation for Llama-like models with and without
-experts."""
+"""A decode step on CUDA: its inputs, and its computation for Llama-like models."""
 
 from typing import Any, NamedTuple
 
@@ -34,13 +33,13 @@ from verl.rollout.twin import ModelTwin
 from verl.utils.arithmetic import ceil_div
 
 # A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a
-# device has processors. The parts have at least _SHORTEST numbers.
+# device has multiprocessors. The parts have at least _SHORTEST numbers.
 _TILE = 128
 _MOST_SPLITS = 4
 _SHORTEST = 1024
-# Rows from which quack-kernels, if they are installed, are faster than a product and a SwiGLU. Norm,
-# gate, up and down of 1.5B take 64 us for 512 rows, and 75 in separate kernels; of 7B 321 and 296
-# (1,024 rows: 614 and 648).
+# From so many rows on, quack-kernels are faster than a product and a SwiGLU, if they are installed.
+# Norm, gate, up and down of 1.5B take 64 us with them for 512 rows, and 75 in separate kernels. Of
+# 7B, which is _WIDE, they take 321 us and 296, and with 1,024 rows 614 and 648.
 _FUSED_ROWS = 512
 _FUSED_ROWS_OF_WIDE = 1024
 _WIDE = 2048
@@ -77,8 +76,7 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    # Attention rotates and stores the new tokens.
-    takes_fresh: bool
+    takes_fresh: bool  # attention rotates and stores the new tokens
 
     def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
@@ -130,6 +128,13 @@ def _store(pages: LayerPages, k: Tensor, v: Tensor, numbers: Tensor, offsets: Te
     store_tokens(v, pages.values, numbers, offsets, pages.value_scales)
 
 
+class Projections(NamedTuple):
+    """The stacked weights and biases of a layer: Q, K and V in one, and gate and up in one."""
+
+    qkv: tuple[Any, Tensor | None]
+    gate_up: tuple[Any, Tensor | None] | None  # None: all experts are routed ones
+
+
 class TritonDecoder(FusedDecoder):
     """`FusedDecoder` by Triton kernels and stacked projections.
 
@@ -145,27 +150,25 @@ class TritonDecoder(FusedDecoder):
         **settings: Any,
     ) -> None:
         super().__init__(*arguments, parallel=parallel, **settings)
-        # the bits of a row with the rest of the batch
+        # whether the bits of a row may depend on the rest of the batch
         self._may_vary = not self.paging.invariant and twin.dtype != torch.float32
         # Sums over ranks take whole products, and where K is cut depends on the number of rows.
         self._may_split = parallel is None and self._may_vary
         self._dtype = twin.dtype
-        # the dtype of rows in eight bits
+        # the dtype of rows in eight bits; None: all rows are in `_dtype`
         self._small = None if twin.quantization is None else DTYPES[twin.quantization]
         self._rotates = self._small is not None and rotates(self._small)
         self._one = torch.ones((), device=self.norm.weight.device)
-        # by id of the layer: query, key and value in one, and gate and up in one
-        self._projections = {}
+
+        self._projections: dict[int, Projections] = {}  # by id of the layer
         for layer in self.layers:
             attention = layer.attention
             qkv = twin.stacked([attention.q_proj, attention.k_proj, attention.v_proj])
             mlp = layer.mlp if layer.mixture is None else layer.mixture.shared
-            gate_up: Any = None
-            if mlp is not None:
-                gate_up = twin.stacked([mlp.gate_proj, mlp.up_proj])
-            self._projections[id(layer)] = (qkv, gate_up)
+            gate_up = None if mlp is None else twin.stacked([mlp.gate_proj, mlp.up_proj])
+            self._projections[id(layer)] = Projections(qkv, gate_up)
 
-        self._inner_norms = {layer.post_norm for layer in self.layers}
+        self._post_norms = {layer.post_norm for layer in self.layers}
         self._is_gemma = self.family in GEMMA_FAMILIES
         self._epsilon: float = self.norm.eps if self._is_gemma else self.norm.variance_epsilon
         self._shift = 1.0 if self._is_gemma else 0.0  # factors of a norm are 1 + weight
@@ -179,15 +182,16 @@ class TritonDecoder(FusedDecoder):
         of three that is rounded once, and the last norm, outside of the layers, rounds as
         transformers does.
         """
-        writes = norm not in self._inner_norms or inner is not None
-        rows = None
+        writes_sum = norm not in self._post_norms or inner is not None
+        rows = None  # in eight bits, for the linear layer that follows
         if self._small is not None and norm is not self.norm:
             rows = Rows.empty(parts[0].shape, self._small, parts[0].device)
+
         normed = add_rms_norm(
             parts,
             norm.weight,
             self._epsilon,
-            writes_sum=writes,
+            writes_sum=writes_sum,
             round_normed=self._rounds_last and norm is self.norm,
             shift=self._shift,
             inner=None if inner is None else inner.weight,
@@ -195,7 +199,7 @@ class TritonDecoder(FusedDecoder):
             rotated=rows is not None and self._rotates,
             may_vary=self._may_vary,
         )
-        if writes:
+        if writes_sum:
             parts = parts[:1]
         return (normed if rows is None else rows), parts
 
@@ -206,13 +210,16 @@ class TritonDecoder(FusedDecoder):
     def attend(self, layer: Layer, normed: Any, places: Any, step: Any) -> Tensor | Unscaled:
         """Implement `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
-        qkv = self._product(normed, *self._projections[id(layer)][0])
-        norms: dict[str, Any] = {"eps": self._epsilon, "shift": self._shift}
-        for name, norm in (("query_norm", layer.query_norm), ("key_norm", layer.key_norm)):
-            norms[name] = None if norm is None else norm.weight
+        qkv = self._product(normed, *self._projections[id(layer)].qkv)
         num_keys = pages.keys.shape[1]
         dim = pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
+        norms: dict[str, Any] = {
+            "query_norm": None if layer.query_norm is None else layer.query_norm.weight,
+            "key_norm": None if layer.key_norm is None else layer.key_norm.weight,
+            "eps": self._epsilon,
+            "shift": self._shift,
+        }
 
         fresh = None
         if isinstance(step, DeviceStep) and step.takes_fresh:
@@ -263,7 +270,8 @@ class TritonDecoder(FusedDecoder):
         """Implement `FusedDecoder.feed_forward`."""
         if layer.mixture is not None:
             return self._mix(layer, layer.mixture, normed)
-        projection = self._projections[id(layer)][1]
+        projection = self._projections[id(layer)].gate_up
+        assert projection is not None, "a layer without experts has an MLP"
         down = layer.mlp.down_proj
         if self._small is None:
             return self._output_projection(self._gated_product(normed, *projection), down)
@@ -286,10 +294,12 @@ class TritonDecoder(FusedDecoder):
         if self._may_vary and bias is None:
             if narrow_swiglu.can_gate(rows, hidden, x.device):
                 return narrow_swiglu.gated_product(x, weight, gelu=self._is_gemma)
-            least = _FUSED_ROWS if hidden < _WIDE else _FUSED_ROWS_OF_WIDE
+
+            fewest = _FUSED_ROWS if hidden < _WIDE else _FUSED_ROWS_OF_WIDE
             size = (hidden, weight.shape[0] // 2)
-            if rows >= least and not self._is_gemma and fused_swiglu.is_usable(x.device, *size):
+            if rows >= fewest and not self._is_gemma and fused_swiglu.is_usable(x.device, *size):
                 return fused_swiglu.gated_product(x, weight)
+
         return swiglu(F.linear(x, weight, bias), gelu=self._is_gemma)
 
     def _mix(self, layer: Layer, mixture: Mixture, normed: Tensor) -> Tensor:
@@ -300,12 +310,13 @@ class TritonDecoder(FusedDecoder):
         recorded = self.paging.packing.recorded
         if recorded is not None:
             recorded[len(recorded)] = ids
-        parts = mixture.routing.top_k + int(mixture.shared is not None)
-        out = normed.new_empty(parts, *normed.shape)
-        mix_experts(normed, ids, scores, mixture.weights, out)
 
-        if mixture.shared is not None:
-            active = self._gated_product(normed, *self._projections[id(layer)][1])
+        projection = self._projections[id(layer)].gate_up  # of the shared expert
+        count = mixture.routing.top_k + int(projection is not None)
+        out = normed.new_empty(count, *normed.shape)
+        mix_experts(normed, ids, scores, mixture.weights, out)
+        if projection is not None:
+            active = self._gated_product(normed, *projection)
             shared = F.linear(active, mixture.shared.down_proj.weight)
             share = F.linear(normed, mixture.shared_gate.weight).sigmoid_()
             torch.mul(shared, share, out=out[-1])
@@ -314,12 +325,8 @@ class TritonDecoder(FusedDecoder):
     def _output_projection(self, x: Tensor | Rows, linear: Any) -> Tensor | Unscaled:
         """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.
 
-        Rows in FP8 give a product whose scales are apart, which `add_norm` multiplies.
-
-        `add_norm` sums the parts. An output of few tiles keeps few processors busy, so K is cut.
-        cuBLAS cuts K, too, but sums in a separate kernel. On an H200 with 256 rows, the last
-        product of a layer took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B with cuBLAS. It takes
-        7.3, 14.0 and 53.7 here, and the norm takes 0.6 to 1 us more.
+        `add_norm` sums the parts. Rows in FP8 give a product with separate scales, which `add_norm`
+        multiplies.
         """
         if isinstance(x, Rows):
             if linear.bias is not None:
@@ -328,18 +335,29 @@ class TritonDecoder(FusedDecoder):
                 return product(x, linear.rows, None, self._dtype, may_split=self._may_split)
             return unscaled_product(x, linear.rows, self._one, self._dtype)
 
-        rows, inner = x.shape
-        columns = linear.weight.shape[0]
-        splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1
-        tiles = ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
-        # Rows of 16-bit numbers must begin at multiples of 16 bytes.
-        while splits > 1 and (
-            inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > PROCESSORS
-        ):
-            splits //= 2
-
+        splits = 1
+        if self._may_split and linear.bias is None:
+            splits = _choose_splits(x.shape[0], *linear.weight.shape)
         if splits == 1:
             return F.linear(x, linear.weight, linear.bias)
         parts = x.unflatten(1, (splits, -1)).transpose(0, 1)
         weights = linear.weight.unflatten(1, (splits, -1)).transpose(0, 1)
         return torch.bmm(parts, weights.transpose(1, 2), out_dtype=torch.float32)
+
+
+def _choose_splits(rows: int, columns: int, inner: int) -> int:
+    """Return the number of parts that the K = `inner` of a product (M, K) x (K, N) is cut into.
+
+    An output of few tiles keeps few multiprocessors busy. cuBLAS cuts K, too, but sums in a
+    separate kernel. On an H200 with 256 rows, the last product of a layer took 10.4 us at 0.5B,
+    19.2 at 1.5B and 58.4 at 7B with cuBLAS. In parts it takes 7.3, 14.0 and 53.7, and the norm,
+    which sums them, takes 0.6 to 1 us more.
+    """
+    tiles = ceil_div(rows, _TILE) * ceil_div(columns, _TILE)
+    splits = _MOST_SPLITS
+    # Rows of 16-bit numbers must begin at multiples of 16 bytes.
+    while splits > 1 and (
+        inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > PROCESSORS
+    ):
+        splits //= 2
+    return splits
