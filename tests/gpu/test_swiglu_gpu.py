@@ -10,7 +10,7 @@ from verl.models.kernels import swiglu
 DEVICE = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not swiglu.is_there(DEVICE), reason="quack-kernels are not installed"),
+    pytest.mark.skipif(not swiglu.is_available(DEVICE), reason="quack-kernels are not installed"),
 ]
 
 

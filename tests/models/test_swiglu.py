@@ -34,7 +34,7 @@ def formula(x: Tensor, weight: Tensor, **options: Any) -> tuple[None, Tensor]:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swiglu, "_kernel", lambda: formula)
-    monkeypatch.setattr(swiglu, "is_there", lambda device: True)
+    monkeypatch.setattr(swiglu, "is_available", lambda device: True)
     monkeypatch.setattr(swiglu, "_is_proved", lambda *size: True)
     calls.clear()
 
@@ -81,7 +81,7 @@ def test_unsupported_modules_are_unchanged():
 def test_a_kernel_that_fails_or_errs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(swiglu, "is_there", lambda device: True)
+    monkeypatch.setattr(swiglu, "is_available", lambda device: True)
     caplog.set_level(logging.INFO, logger="verl")
 
     def wrong(x: Tensor, weight: Tensor, **options: Any) -> tuple[None, Tensor]:
@@ -105,5 +105,5 @@ def test_a_kernel_that_fails_or_errs_is_not_used(
 
 
 def test_no_fusion_on_a_cpu():
-    assert not swiglu.is_there(torch.device("cpu"))
+    assert not swiglu.is_available(torch.device("cpu"))
     assert use_fused_swiglu(tiny_model("qwen2"), torch.device("cpu")) == 0

@@ -85,7 +85,7 @@ def fuses_mlp(options: EngineOptions, shape: ModelShape) -> bool:
         and options.compiles(shape.family)
         and shape.family in LLAMA_FAMILIES
         and not shape.is_adapted
-        and swiglu.is_there(options.device)
+        and swiglu.is_available(options.device)
     )
 
 

@@ -29,7 +29,7 @@ from verl.utils.logging import logger
 _TOLERANCE = 1e-2
 
 
-def is_there(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Return whether the kernel is installed and supports the device."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
@@ -39,11 +39,11 @@ def is_there(device: torch.device) -> bool:
 
 @cache
 def is_usable(device: torch.device, hidden: int, intermediate: int) -> bool:
-    """Return whether `gated_product` is there, runs, and agrees with PyTorch for MLPs of this size.
+    """Return whether `gated_product` is available and agrees with PyTorch for MLPs of this size.
 
     The log has the result.
     """
-    return is_there(device) and _is_proved(device, hidden, intermediate)
+    return is_available(device) and _is_proved(device, hidden, intermediate)
 
 
 def use_fused_swiglu(model: nn.Module, device: torch.device) -> int:
@@ -53,7 +53,7 @@ def use_fused_swiglu(model: nn.Module, device: torch.device) -> int:
     A second call changes nothing.
     """
     mlps: list[Any] = []
-    if is_there(device):
+    if is_available(device):
         mlps = [part for part in model.modules() if _is_known(part)]
     sizes = {(mlp.gate_proj.in_features, mlp.gate_proj.out_features) for mlp in mlps}
     if not all(_is_proved(device, *size) for size in sizes):
@@ -161,6 +161,7 @@ def _difference(device: torch.device, hidden: int, intermediate: int) -> float:
     x = draw(1, 333, hidden)
     gate = draw(intermediate, hidden) / hidden**0.5
     up = draw(intermediate, hidden) / hidden**0.5
+
     exact = F.silu(x.float() @ gate.float().t())
     exact = exact * (x.float() @ up.float().t())
     return ((swiglu(x, gate, up) - exact).norm() / exact.norm()).item()
