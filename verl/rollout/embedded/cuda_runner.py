@@ -56,9 +56,9 @@ from verl.utils.units import GIB
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # Tokens of one part of a row's keys where the parts must not depend on the batch.
 FIXED_SPLIT = 256
-# Up to this many attention programs run at once on a multiprocessor. Then handling the fresh token
-# inside each program costs less than a separate kernel. With more programs the separate kernel is
-# comparatively small, and the programs are faster without this work.
+# With up to this many attention programs a multiprocessor, all run at once, and it costs less to
+# handle the fresh token in each program than in a separate kernel. With more programs the separate
+# kernel is comparatively small, and the programs are faster without this work.
 FRESH_PROGRAMS = 4
 # A prefill of few tokens costs almost as much as one of many, so a slot or two that are free do not
 # interrupt a running batch.
@@ -153,6 +153,7 @@ class CudaRunner(ModelRunner):
         )
         self._memory: ReservedMemory | None = None
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
         self._settings = torch.zeros(4, device=self.device)
         self._filtered = self._greedy = False
         self._draw = DrawState(
@@ -168,9 +169,10 @@ class CudaRunner(ModelRunner):
         )
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         self._workspace = Workspace(most_rows, vocabulary, self.device)
+
         self._graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # one: cuBLAS keeps a workspace for every stream
+        # a single one, because cuBLAS keeps a workspace for every stream
         self._capture_stream = torch.cuda.Stream(self.device)
         if self.parallel is not None:
             # A communicator waits for the graphs that it was captured in, so they go before process
@@ -344,6 +346,7 @@ class CudaRunner(ModelRunner):
         self._draw_rows(hidden, rows, moves=1)
 
     def _draw_rows(self, hidden: Tensor, rows: int, *, moves: int) -> None:
+        """Draw the next tokens of the first `rows` rows, and advance their slots by `moves`."""
         state = self.slots.state
         drawn = replace(
             self._draw,
@@ -371,35 +374,40 @@ class CudaRunner(ModelRunner):
         """
         rows = len(pages)
         shapes = self.layer_shapes().values()
-        fewest = min(shape.heads for shape in shapes)
+        fewest_heads = min(shape.heads for shape in shapes)
         widest = max(max(shape.key_dim, shape.value_dim) for shape in shapes)
-        fixed = FIXED_SPLIT if self.deterministic else None
-        if fixed is None:
-            eight_bits = self.cache_dtype.itemsize == 1
-            splits = choose_num_splits(
-                rows, fewest, self._num_sms, widest=widest, eight_bits=eight_bits
+
+        split_tokens = FIXED_SPLIT if self.deterministic else None
+        if split_tokens is None:
+            num_splits = choose_num_splits(
+                rows,
+                fewest_heads,
+                self._num_sms,
+                widest=widest,
+                eight_bits=self.cache_dtype.itemsize == 1,
             )
         else:
-            splits = fixed_num_splits(self.slots.state.table.shape[1], self.page_size, fixed)
+            width = self.slots.state.table.shape[1]
+            num_splits = fixed_num_splits(width, self.page_size, split_tokens)
 
         workspace = None
-        if splits > 1:
+        if num_splits > 1:
             heads: int = self.module.config.get_text_config().num_attention_heads
             heads //= 1 if self.parallel is None else self.parallel.axis.size
-            workspace = split_workspace(rows, heads, widest, splits, self.device)
+            workspace = split_workspace(rows, heads, widest, num_splits, self.device)
 
-        takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms
-        # The attention kernel would rotate a fresh token by its place.
-        takes_fresh = takes_fresh and not self.slots.has_shifts and not several
+        is_small = rows * fewest_heads <= FRESH_PROGRAMS * self._num_sms
+        # The attention kernel rotates a fresh token by its place, and no other row may see it.
+        is_supported = not self.slots.has_shifts and not several
         return DeviceStep(
-            self.slots.rows[:rows],
-            self.slots.state,
-            pages,
-            offsets,
-            splits,
-            fixed,
-            workspace,
-            takes_fresh,
+            slots=self.slots.rows[:rows],
+            state=self.slots.state,
+            pages=pages,
+            offsets=offsets,
+            num_splits=num_splits,
+            split_tokens=split_tokens,
+            workspace=workspace,
+            takes_fresh=split_tokens is None and is_small and is_supported,
         )
 
     def _graph(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
@@ -411,6 +419,10 @@ class CudaRunner(ModelRunner):
         return self._graphs[key]
 
     def _capture(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
+        """Capture a step of `rows` rows.
+
+        Raises RolloutError if a decode step of the model cannot be a graph.
+        """
         # Kernels are compiled at their first call, so that call must not be captured. The padding
         # slot is fed in all rows, which changes no sample.
         shown = self.slots.rows.clone()

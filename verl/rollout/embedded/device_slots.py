@@ -43,11 +43,13 @@ class DeviceSlots:
     ) -> None:
         self.most_rows = samples + spare
         self.state = Slots.allocate(self.most_rows + 1, width, device)
-        # of each row of the next step: its slot
+        # the slot of each row of the next step
         self.rows = torch.full((self.most_rows,), self.most_rows, dtype=torch.int32, device=device)
         self.device = device
         self._first_spare = samples
         self._page_size = page_size
+
+        # ids, positions, pages and offsets of the rows of the next step
         self._fed = tuple(
             torch.zeros(self.most_rows, dtype=torch.int64, device=device) for _ in range(4)
         )
