@@ -14,6 +14,7 @@ from verl.config import DataConfig
 from verl.data import RLDataset
 from verl.data.files import ArrowRows
 from verl.data.rl_dataset import check_rows, truncate
+from verl.data.roles import RoleCheck
 from verl.utils.errors import DataError
 from verl.utils.logging import say_once
 
@@ -319,7 +320,7 @@ def test_fingerprint_depends_on_rows_and_order(parquet, tokenizer):
     assert len(set(prints)) == 3
 
 
-def test_only_prompts_are_read_row_by_row_where_the_columns_are_sound(monkeypatch):
+def test_only_prompts_are_read_row_by_row_where_the_columns_are_sound(monkeypatch, tokenizer):
     """Sources and dicts of a million rows would take seconds."""
     rows = ArrowRows(pa.Table.from_pylist([*make_rows(3), {**make_row(3), "data_source": None}]))
     read = []
@@ -327,9 +328,9 @@ def test_only_prompts_are_read_row_by_row_where_the_columns_are_sound(monkeypatc
     monkeypatch.setattr(
         ArrowRows, "column", lambda self, name: read.append(name) or column(self, name)
     )
-    check_rows("x.parquet", rows, make_config())
+    check_rows("x.parquet", rows, make_config(), None, RoleCheck(tokenizer))
     assert read == ["prompt"]
 
     wrong = ArrowRows(pa.table({"prompt": ["Hi", "Ho"], "data_source": [None, 3]}))
     with pytest.raises(DataError, match="row 1, column 'data_source': must be a text .* got int"):
-        check_rows("x.parquet", wrong, make_config())
+        check_rows("x.parquet", wrong, make_config(), None, RoleCheck(tokenizer))

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 Messages = list[Message]
 
 # Roles that all chat templates render. A template may support others; see `check_roles`.
-_USUAL_ROLES = ("system", "user", "assistant", "tool")
+USUAL_ROLES = ("system", "user", "assistant", "tool")
 _MEDIA = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
 _PROBE = "verl-content-of-this-message"  # a content to search for in a rendered template
 
@@ -362,14 +362,14 @@ def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
     appear in the text.
     """
     for number, message in enumerate(messages):
-        if message["role"] in _USUAL_ROLES:
+        if message["role"] in USUAL_ROLES:
             continue
         probed = [*messages]
         probed[number] = {**message, "content": _PROBE}
         if _PROBE not in render(probed):
             raise DataError(
                 f"message {number} has the role '{message['role']}', whose messages the chat "
-                f"template leaves out. Expected one of {', '.join(_USUAL_ROLES)}, or another "
+                f"template leaves out. Expected one of {', '.join(USUAL_ROLES)}, or another "
                 "that the template writes"
             )
 

@@ -34,6 +34,7 @@ from verl.data.files import (
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.data.picture_parts import has_picture_parts, without_picture_parts
 from verl.data.pictures import PictureReader, refuse_media
+from verl.data.roles import RoleCheck
 from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
 from verl.utils.errors import DataError
@@ -88,7 +89,7 @@ class RLDataset(Dataset):
 
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
-            check_rows(file, rows, config, pictures)
+            check_rows(file, rows, config, pictures, RoleCheck(tokenizer))
 
         self._pictured: list[np.ndarray] = []  # by file: which rows have pictures
         self.columns = _kept_columns(self._sources, config.prompt_key)
@@ -361,9 +362,10 @@ def check_rows(
     file: str,
     rows: Rows,
     config: DataConfig,
-    pictures: PictureReader | None = None,
+    pictures: PictureReader | None,
+    roles: RoleCheck,
 ) -> None:
-    """Raise DataError for the first invalid row.
+    """Raise DataError for the first invalid row, and warn of roles that seem to be misspelt.
 
     A row is invalid if its prompt is empty, if it has images or videos without a model that reads
     them, or if a column that this package reads has the wrong type.
@@ -373,9 +375,11 @@ def check_rows(
     key = config.prompt_key
     for number, value in enumerate(rows.column(key)):
         try:
-            check_prompt(value, reads_pictures=pictures is not None)
+            messages = check_prompt(value, reads_pictures=pictures is not None)
         except DataError as error:  # `errors_at` in every round would take as long as the check
             raise DataError(f"{file}, row {number}, column '{key}': {error}.") from error
+        roles.read(messages, number)
+    roles.warn(file, key)
 
     key = config.reward_fn_key
     if key in rows.columns:
@@ -387,10 +391,11 @@ def check_rows(
             _check_type(file, name, rows, dict, "a dict")
 
 
-def check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
-    """Raise DataError for a value that is no prompt, or that ends with an empty message.
+def check_prompt(prompt: Any, *, reads_pictures: bool) -> Messages:
+    """Return the messages of a prompt.
 
-    Warns once of a prompt that ends with an answer.
+    Raises DataError for a value that is no prompt, or that ends with an empty message. Warns once
+    of a prompt that ends with an answer.
     """
     messages = without_picture_parts(prompt) if reads_pictures else as_messages(prompt)
     last = messages[-1]
@@ -404,6 +409,7 @@ def check_prompt(prompt: Any, *, reads_pictures: bool) -> None:
             "chat template begins a further answer. Leave that message out if it is the solution.",
             logging.WARNING,
         )
+    return messages
 
 
 def _has_content(message: Message) -> bool:

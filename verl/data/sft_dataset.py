@@ -24,6 +24,7 @@ from verl.data.files import (
 )
 from verl.data.picture_parts import messages_and_sources
 from verl.data.pictures import PictureReader, refuse_media
+from verl.data.roles import RoleCheck
 from verl.data.sampler import chosen_rows
 from verl.utils.errors import DataError
 from verl.utils.json_text import parse_json
@@ -185,10 +186,12 @@ class SFTDataset(Dataset):
         prompts = map(rows.as_written, rows.column(config.prompt_key))
         answers = rows.column(config.response_key)
         columns = zip(prompts, answers, self._media(rows))
+        roles = RoleCheck(self.tokenizer)
         for number, (prompt, answer, media) in enumerate(columns):
             with errors_at(f"{file}, row {number}, column '{config.prompt_key}'"):
                 prompt = _inner(prompt, config.prompt_dict_keys)
                 messages, sources = self._messages(prompt, media)
+            roles.read(messages, number)
             with errors_at(f"{file}, row {number}, column '{config.response_key}'"):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
@@ -197,6 +200,7 @@ class SFTDataset(Dataset):
 
             whole = [*messages, {"role": "assistant", "content": answer}]
             yield Conversation(whole, len(messages), {}, sources)
+        roles.warn(file, config.prompt_key)
 
     def _media(self, rows: Rows) -> Iterable[tuple[Any, Any]]:
         """Return the images and the videos of each row."""
@@ -213,11 +217,13 @@ class SFTDataset(Dataset):
         given = {name: column for name, column in optional.items() if column in rows.columns}
         columns = [rows.column(column) for column in (keys.messages_key, *given.values())]
         columns.append(self._media(rows))
+        roles = RoleCheck(self.tokenizer)
         for number, (messages, *values, media) in enumerate(zip(*columns)):
             with errors_at(f"{file}, row {number}, column '{keys.messages_key}'"):
                 if isinstance(messages, str):
                     raise DataError(f"must be a list of messages, got a text: {messages[:80]!r}")
                 messages, sources = self._messages(rows.as_written(messages), media)
+            roles.read(messages, number)
 
             arguments = {name: value for name, value in zip(given, values) if value is not None}
             if "tools" in arguments:
@@ -230,6 +236,7 @@ class SFTDataset(Dataset):
                     f"false, got {type(thinks).__name__}: {str(thinks)[:80]!r}."
                 )
             yield Conversation(messages, 0, arguments, sources)
+        roles.warn(file, keys.messages_key)
 
     def _cut(self, name: str, example: Example) -> Example:
         limit = self.config.max_length

@@ -1,0 +1,70 @@
+"""Find roles of messages that seem to be misspelt: chat templates write many of them as they are."""
+
+import re
+from typing import TYPE_CHECKING
+
+from verl.data.chat import USUAL_ROLES, Messages
+from verl.utils.logging import logger
+from verl.utils.registry import misspelled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Names that other formats of conversations use.
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
+
+
+class RoleCheck:
+    """Collects the doubtful roles of a file, to warn of each once.
+
+    A role is doubtful if it is close to a usual one, or the name of one in another format. A role
+    that the chat template names in quotes is one of its own, and not doubtful.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._template = str(tokenizer.chat_template or "")
+        self._rows: dict[str, list[int]] = {}  # by role: the rows that have it
+        self._first: dict[str, int] = {}  # by role: the message of the first of these rows
+
+    def read(self, messages: Messages, row: int) -> None:
+        """Note the doubtful roles of one row."""
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if role in USUAL_ROLES or usual_role(role) is None or self._is_named(role):
+                continue
+            self._first.setdefault(role, number)
+            rows = self._rows.setdefault(role, [])
+            if rows[-1:] != [row]:
+                rows.append(row)
+
+    def warn(self, file: str, column: str) -> None:
+        """Log a warning for each role that was noted."""
+        for role, rows in self._rows.items():
+            others = ""
+            if len(rows) > 1:
+                others = f" ({len(rows)} rows of this file have it)"
+
+            logger.warning(
+                "%s, row %d, column '%s': message %d has the role '%s'; did you mean '%s'?%s The "
+                "chat template does not name it, so the model reads a role that it may not know. "
+                "The usual roles are %s. Rename it, or set a template that names it.",
+                file,
+                rows[0],
+                column,
+                self._first[role],
+                role,
+                usual_role(role),
+                others,
+                ", ".join(USUAL_ROLES),
+            )
+
+    def _is_named(self, role: str) -> bool:
+        return re.search(rf"(['\"]){re.escape(role)}\1", self._template) is not None
+
+
+def usual_role(role: str) -> str | None:
+    """Return the usual role that `role` seems to mean; None where it is none of these."""
+    name = role.strip().lower()
+    if name in USUAL_ROLES:
+        return name
+    return _OTHER_NAMES.get(name) or misspelled(name, USUAL_ROLES)
