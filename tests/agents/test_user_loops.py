@@ -1,5 +1,6 @@
 """Agent loops in verl's two forms, from a user's file: their tokens are checked."""
 
+import functools
 import logging
 import textwrap
 from contextlib import closing
@@ -10,7 +11,7 @@ import pytest
 from tests.agents.scripted import ScriptedEngine, chat_tokenizer, episode, play, rollout_config
 from verl.agents import AgentLoopOutput, AgentRunner, blocking
 from verl.agents.checks import check_rows
-from verl.agents.loops.user_loop import _full_config
+from verl.agents.loops.user_loop import _full_config, is_written_plain
 from verl.rollout.trajectory import DROPPED_BECAUSE
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import say_once
@@ -215,6 +216,15 @@ class Plain(New):
         return None
 
 
+class Generator(New):
+    async def run(self, sampling_params, **kwargs):
+        yield None
+
+
+class Hidden(New):
+    run = lambda self, sampling_params, **kwargs: None
+
+
 class Raises(New):
     async def run(self, sampling_params, **kwargs):
         raise KeyError("nothing here")
@@ -299,6 +309,8 @@ def loops(tmp_path: Path) -> str:
         "overlong": "Overlong",
         "exits": "Exits",
         "plain": "Plain",
+        "generator": "Generator",
+        "hidden": "Hidden",
     }
     # Files of loops may be next to the YAML file.
     lines = [f"- name: {name}\n  _target_: loops.py:{cls}" for name, cls in names.items()]
@@ -307,6 +319,18 @@ def loops(tmp_path: Path) -> str:
     (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "loops.yaml").write_text("\n".join(lines))
     return str(tmp_path / "loops.yaml")
+
+
+def check_row_of(loops: str, name: str) -> None:
+    """Check a row that the loop `name` plays, as a run does before models load."""
+    config = rollout_config(agent__agent_loop_config_path=loops)
+    place = "rows.parquet, row 0"
+
+    def column(asked):
+        return iter([(place, name if asked == "agent_name" else None)])
+
+    with closing(AgentRunner(config, chat_tokenizer())):
+        check_rows(config, None, None, column)
 
 
 def run(loops: str, name: str, episodes: int = 1, fields: dict | None = None, **settings):
@@ -399,9 +423,33 @@ def test_an_empty_response_is_an_error_of_its_loop(loops: str):
         run(loops, "empty")
 
 
-def test_a_loop_that_is_not_async_is_an_error(loops: str):
-    with pytest.raises(RolloutError, match=r"'plain' must be async: write `async def run\("):
-        run(loops, "plain")
+@pytest.mark.parametrize("name", ["plain", "generator"])
+def test_a_loop_that_is_not_async_is_named_before_models_load(loops: str, name: str):
+    with pytest.raises(ConfigError, match=rf"'{name}' .* must be async: write `async def run\("):
+        check_row_of(loops, name)
+
+
+def test_a_decorated_run_passes_the_check_of_async():
+    def traced(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return run
+
+    def bare(function):
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    async def run(self, sampling_params, **kwargs):
+        return None
+
+    assert not is_written_plain(traced(run))
+    assert not is_written_plain(bare(run))
+
+
+def test_a_run_that_gives_no_coroutine_is_an_error(loops: str):
+    with pytest.raises(RolloutError, match=r"'hidden' must be async: write `async def run\("):
+        run(loops, "hidden")
 
 
 def test_a_key_that_no_method_of_the_loop_names_is_warned_of(
@@ -434,15 +482,8 @@ def test_a_loop_may_take_the_configuration_itself(loops: str):
 
 
 def test_a_class_with_further_arguments_is_named_before_models_load(loops: str):
-    config = rollout_config(agent__agent_loop_config_path=loops)
-    rows = [("rows.parquet, row 0", "unmade")]
-
-    def column(name):
-        return iter(rows if name == "agent_name" else [(rows[0][0], None)])
-
-    message = r"'unmade' cannot be made: .*'database'.* options"
-    with closing(AgentRunner(config, chat_tokenizer())), pytest.raises(ConfigError, match=message):
-        check_rows(config, None, None, column)
+    with pytest.raises(ConfigError, match=r"'unmade' cannot be made: .*'database'.* options"):
+        check_row_of(loops, "unmade")
 
 
 def test_an_episode_may_give_several_trajectories(loops: str):

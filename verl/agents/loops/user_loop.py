@@ -58,11 +58,17 @@ class UserLoopMaker:
         return UserLoop(context, self.name, self.loop_class, self.options)
 
     def check(self) -> None:
-        """Raise ConfigError if the class has no `run`, or arguments that loops do not get."""
-        if not callable(getattr(self.loop_class, "run", None)):
+        """Raise ConfigError if the class has no async `run`, or arguments that loops do not get."""
+        run = getattr(self.loop_class, "run", None)
+        if not callable(run):
             raise ConfigError(
                 f"The agent loop '{self.name}' needs an async method run, but "
                 f"{self.loop_class.__name__} has none. Derive it from verl.agents.AgentLoopBase."
+            )
+        if is_written_plain(run):
+            raise ConfigError(
+                f"run of the agent loop '{self.name}' ({self.loop_class.__name__}) must be async: "
+                "write `async def run(...)`, and return the AgentLoopOutput."
             )
 
         given = keywords_for(
@@ -325,6 +331,17 @@ class UserLoop:
             "mask 0 for all others. Never tokenize the text again. Where a role has a policy of "
             "its own, give generate the role of the output."
         )
+
+
+def is_written_plain(run: Any) -> bool:
+    """Return whether `run` is written as `def run`, or as a generator, in place of `async def run`.
+
+    The function that a decorator of another name returns may give a coroutine, so it passes.
+    """
+    written = inspect.unwrap(run)
+    if not inspect.isfunction(written) or written.__name__ != "run":
+        return False
+    return not inspect.iscoroutinefunction(written)
 
 
 def keywords_for(
