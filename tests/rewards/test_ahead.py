@@ -339,3 +339,13 @@ def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
     release.set()
     assert not first.failed
     assert second.timed_out
+
+
+def test_a_prompt_without_a_rule_is_named_before_its_responses_come():
+    batch = make_batch(TEXTS, TRUTHS, ["toy"] * 4 + ["mystery"] * 2)
+    manager = NaiveRewardManager(CharTokenizer(), 0)
+    with (
+        pytest.raises(RewardError, match="^Prompt 2 of the batch: No reward rule for .*'mystery'"),
+        manager.ahead(prompts_of(batch), 2, first_sample=40),
+    ):
+        raise AssertionError("the prompts were accepted")

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.rewards.calls import Caller
 from verl.rewards.outcome import Outcome
-from verl.rewards.rules import calls_at_once
+from verl.rewards.rules import calls_at_once, require_rules, scores_by_rule
 from verl.rewards.sample import Sample
 from verl.utils.timeline import note_span
 
@@ -40,6 +40,11 @@ class CallsAhead:
         self.samples_each = samples_each
         self.first_sample = first_sample
         self.samples: dict[int, tuple[int, Sample]] = {}  # row -> (index of the outcome, sample)
+        if scores_by_rule(caller.function):
+            require_rules(
+                (f"Prompt {number} of the batch", own["data_source"])
+                for number, own in enumerate(columns)
+            )
         sources = {own["data_source"] for own in columns}
         self.calls = caller.begin(stop_at_failure, calls_at_once(caller.function, sources))
         self.started_ns: int | None = None

@@ -16,7 +16,7 @@ from verl.rewards.fields import collect_extra
 from verl.rewards.outcome import Outcome, Outcomes, RewardFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.results import check_outcome, ground_truth_of
-from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
+from verl.rewards.rules import calls_at_once, default_compute_score, require_rules, scores_by_rule
 from verl.rewards.sample import Sample, with_images
 from verl.rewards.texts import on_one_line, traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
@@ -240,8 +240,9 @@ class RewardManager:
         """Call the function for every sample, and apply `on_error` to the failures."""
         if self.by_rule:
             # A data source without a rule is a mistake of the whole run, not of one sample.
-            for source in dict.fromkeys(sample.data_source for sample in samples):
-                find_rule(source)
+            require_rules(
+                (f"Response {sample.row} of the batch", sample.data_source) for sample in samples
+            )
 
         outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()

@@ -15,7 +15,7 @@ from verl.rewards.manager import RewardManager
 from verl.rewards.outcome import Outcome, RewardFunction
 from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.results import check_outcome, ground_truth_of, no_such_field
-from verl.rewards.rules import check_options, find_rule
+from verl.rewards.rules import check_options, require_rules
 from verl.rewards.sample import Sample, fields_of_plain_episode, with_images
 from verl.rewards.texts import traceback_below
 from verl.utils.errors import ConfigError, RewardError, text_of
@@ -95,10 +95,11 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
 
     rows = choose_rows(dataset, NUM_ROWS)
     if manager.by_rule:
+        key = manager.reward_fn_key
+        name = type(dataset).__name__
+        require_rules((f"Row {number} of {name}", row.get(key)) for number, row in rows)
         for _, row in rows:
-            source = row.get(manager.reward_fn_key)
-            find_rule(source)
-            check_options(source, config.reward_model.rule_kwargs)
+            check_options(row.get(key), config.reward_model.rule_kwargs)
 
     if not config.reward_model.preflight:
         return
@@ -140,8 +141,9 @@ def choose_rows(dataset: MapDataset, count: int) -> Rows:
     Rows of one source are usually neighbors, so the first rows would not show all sources.
     """
     last = len(dataset) - 1
+    count = min(count, len(dataset))
     numbers: set[int] = set()
-    for place in range(min(count, len(dataset))):
+    for place in range(count):
         numbers.add(round(place * last / max(count - 1, 1)))
     return [(number, read_row(dataset, number)) for number in sorted(numbers)]
 

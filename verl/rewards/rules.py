@@ -27,6 +27,12 @@ __all__ = [
     "toy",
 ]
 
+_WITHOUT_RULE = (
+    "score by a function of your own (custom_reward_function.path) or a rule that you register "
+    "(verl.rewards.registry.reward_rules). Rules exist for openai/gsm8k, math, countdown, "
+    "multiple_choice, nq, humaneval, mbpp and others (docs/reference/rewards.md)."
+)
+
 
 def default_compute_score(
     data_source: str,
@@ -119,24 +125,35 @@ def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
             )
 
 
+def require_rules(sources: Iterable[tuple[str, Any]]) -> None:
+    """Raise RewardError for the first (place, data source) without a rule."""
+    with_rule = set()
+    for place, source in sources:
+        if source in with_rule:
+            continue
+        try:
+            find_rule(source)
+        except RewardError as error:
+            raise RewardError(f"{place}: {error}") from error
+        with_rule.add(source)
+
+
 def find_rule(data_source: Any) -> Rule:
     """Return the rule of a data source.
 
-    Raises RewardError, with the known sources, if it has none.
+    Raises RewardError, with the nearest sources that have one, if it has none.
     """
-    if data_source not in reward_rules:
-        known = ", ".join(sorted(reward_rules))
-        if data_source is None:
-            fact = "There is no data_source, which picks the reward rule"
-        else:
-            near = nearest_names(str(data_source), list(reward_rules))
-            fact = f"No reward rule for data_source {data_source!r}"
-            if near != known:
-                fact += f". Nearest: {near}"
-        raise RewardError(
-            f"{fact}. Known: {known} (* stands for any ending). Name your own function with "
-            "custom_reward_function.path, or register a rule with "
-            "verl.rewards.registry.reward_rules."
-        )
+    if data_source in reward_rules:
+        return reward_rules.get(data_source)
 
-    return reward_rules.get(data_source)
+    if data_source is None:
+        raise RewardError(
+            "There is no data_source, which picks the reward rule. Add the column (data.reward_fn_key "
+            f"names another one), or {_WITHOUT_RULE}"
+        )
+    known = list(reward_rules)
+    near = nearest_names(str(data_source), known)
+    hint = "" if near == ", ".join(sorted(known)) else f" Nearest: {near}."
+    raise RewardError(
+        f"No reward rule for data_source {data_source!r}.{hint} Correct it, or {_WITHOUT_RULE}"
+    )
