@@ -14,14 +14,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
+from verl.data.raw_files import raw_folder, write_tables
 from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
@@ -47,8 +46,9 @@ def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
     if folder is None:
         splits: Any = load_from_hub(SOURCES[dataset])
         return (row for split in splits.values() for row in split)
+    root = raw_folder(folder)
     for name in (FILES[dataset], f"{FILES[dataset]}.gz"):
-        path = Path(folder).expanduser() / name
+        path = root / name
         if path.is_file():
             return read_json_rows(path)
     sys.exit(f"'{folder}' must hold {FILES[dataset]} or {FILES[dataset]}.gz, found neither.")
@@ -105,8 +105,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
     options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir or f"~/data/{options.dataset}").expanduser()
-    target.mkdir(parents=True, exist_ok=True)
     make = {"humaneval": make_humaneval_row, "mbpp": make_mbpp_row}[options.dataset]
     splits: dict[str, list[dict[str, Any]]] = {}
 
@@ -117,9 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
             split, row = made
             splits.setdefault(split, []).append(row)
 
-    for split, rows in splits.items():
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+    tables = {split: pa.Table.from_pylist(rows) for split, rows in splits.items()}
+    write_tables(options.local_save_dir or f"~/data/{options.dataset}", tables)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ import random
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from verl.data.raw_files import write_tables
 from verl.utils.entry import exit_code
 
 DATA_SOURCE = "countdown"
@@ -136,8 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         max_target=options.max_target,
     )
 
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
+    tables = {}
     for split, size in (("test", options.test_size), ("train", options.train_size)):
         rows = [make_row(problem, split, index) for index, problem in zip(range(size), endless)]
         if len(rows) < size:
@@ -145,8 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f"only {len(rows)} of {size} different {split} problems exist or were found; raise "
                 "the limits"
             )
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+        tables[split] = pa.Table.from_pylist(rows)
+    write_tables(options.local_save_dir, tables)
 
 
 if __name__ == "__main__":

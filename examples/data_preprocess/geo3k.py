@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, open_rows, require_columns
+from verl.data.raw_files import raw_folder, write_tables
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError, describe_error
 
@@ -33,7 +33,7 @@ def read_raw(folder: str | None, split: str) -> tuple[str, Iterable[dict[str, An
     hub."""
     if folder is None:
         return f"{DATA_SOURCE} ({split})", load_from_hub(DATA_SOURCE, split=split)
-    root = Path(folder).expanduser()
+    root = raw_folder(folder)
     for suffix in ("parquet", "jsonl"):
         file = root / f"{split}.{suffix}"
         if file.is_file():
@@ -113,9 +113,9 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder to write to; default: %(default)s",
     )
     options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
+
     folder = options.local_dataset_path
+    tables = {}
     for split in SPLITS:
         rows = []
         file, raws = read_raw(folder, split)
@@ -124,9 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
         table = pa.Table.from_pylist(rows)
         place = table.schema.get_field_index("images")
         images = pa.array([row["images"] for row in rows], type=IMAGES)
-        table = table.set_column(place, "images", images)
-        pq.write_table(table, target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+        tables[split] = table.set_column(place, "images", images)
+    write_tables(options.local_save_dir, tables)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ ending in "#### number"; or it is a copy of the hub's folder (main/train-00000-o
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
+from verl.data.raw_files import raw_folder, write_tables
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
@@ -35,7 +35,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """
     if folder is None:
         return load_from_hub(DATA_SOURCE, "main", split=split)
-    path = Path(folder).expanduser() / f"{split}.jsonl"
+    path = raw_folder(folder) / f"{split}.jsonl"
     if path.is_file():
         return read_json_rows(path)
     copied = sorted(path.parent.glob(f"main/{split}-*.parquet"))
@@ -112,15 +112,13 @@ def write_splits(
     )
 
     options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
-
+    tables = {}
     for split in SPLITS:
         rows = []
         for index, raw in enumerate(read_raw(options.local_dataset_path, split)):
             rows.append(make_row(raw, split, index))
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+        tables[split] = pa.Table.from_pylist(rows)
+    write_tables(options.local_save_dir, tables)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,14 +14,13 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
+from verl.data.raw_files import raw_folder, write_tables
 from verl.utils.entry import exit_code
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
@@ -37,7 +36,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """
     if folder is None:
         return load_from_hub(DATA_SOURCE, split=split)
-    files = sorted(Path(folder).expanduser().glob(f"*{split}*.jsonl*"))
+    files = sorted(raw_folder(folder).glob(f"*{split}*.jsonl*"))
     return [row for file in files for row in read_json_rows(file)]
 
 
@@ -100,10 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
 
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
-    written = 0
-
+    tables = {}
     for split in SPLITS:
         rows = []
         num_left_out = 0
@@ -113,20 +109,16 @@ def main(arguments: list[str] | None = None) -> None:
                 num_left_out += 1
             else:
                 rows.append(row)
-        if not rows:
-            continue
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(
-            f"wrote {len(rows):,} rows to {target / split}.parquet, left out {num_left_out} "
-            "that do not pair"
-        )
-        written += len(rows)
+        if rows:
+            tables[split] = pa.Table.from_pylist(rows)
+            print(f"left out {num_left_out} pairs of {split} that do not pair")
 
-    if not written:
+    if not tables:
         parser.error(
             f"no pairs in '{options.local_dataset_path}': expected files such as train.jsonl or "
             "test.jsonl.gz"
         )
+    write_tables(options.local_save_dir, tables)
 
 
 if __name__ == "__main__":

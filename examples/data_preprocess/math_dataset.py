@@ -11,14 +11,13 @@ Python would find it as its own `math`.)
 import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
+from verl.data.raw_files import raw_folder, write_tables
 from verl.rewards.builtin.math import last_boxed
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
@@ -39,7 +38,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """
     if folder is None:
         return load_from_hub(HUB_NAME, split=split)
-    root = Path(folder).expanduser()
+    root = raw_folder(folder)
     for name in FILES[split]:
         if (root / name).is_file():
             return read_json_rows(root / name)
@@ -114,12 +113,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder to write to; default: %(default)s",
     )
     options = parser.parse_args(arguments)
-    target = Path(options.local_save_dir).expanduser()
-    target.mkdir(parents=True, exist_ok=True)
+
+    tables = {}
     for split in FILES:
         rows = make_rows(read_raw(options.local_dataset_path, split), split)
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+        tables[split] = pa.Table.from_pylist(rows)
+    write_tables(options.local_save_dir, tables)
 
 
 if __name__ == "__main__":

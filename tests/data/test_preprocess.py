@@ -100,10 +100,33 @@ def test_gsm8k_rows(tmp_path, tokenizer):
 def test_missing_raw_gsm8k_files_are_reported(tmp_path, script):
     main = load_script(f"data_preprocess/{script}.py").main
     with pytest.raises(
-        SystemExit,
-        match=r"none' must hold train\.jsonl, or main.*, for the split train, found neither",
+        SystemExit, match=r"' must hold train\.jsonl, or main.*, for the split train, found neither"
     ):
-        main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("gsm8k", []),
+        ("gsm8k_multiturn_w_tool", []),
+        ("math_dataset", []),
+        ("hh_rlhf", []),
+        ("geo3k", []),
+        ("code_problems", ["--dataset", "mbpp"]),
+    ],
+)
+def test_a_missing_raw_folder_is_named_and_nothing_is_written(tmp_path, script, arguments):
+    main = load_script(f"data_preprocess/{script}.py").main
+    command = [*arguments, "--local_save_dir", str(tmp_path / "out"), "--local_dataset_path"]
+    with pytest.raises(DataError, match=r"--local_dataset_path .* '.*none' does not exist"):
+        main([*command, str(tmp_path / "none")])
+
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"--local_dataset_path .*train\.jsonl' is a file"):
+        main([*command, str(tmp_path / "train.jsonl")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_copy_of_the_hubs_gsm8k_is_read(tmp_path):
@@ -140,6 +163,7 @@ def test_incomplete_raw_gsm8k_line_is_named(tmp_path, line, message):
     main = load_script("data_preprocess/gsm8k.py").main
     with pytest.raises(DataError, match=message):
         main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -225,8 +249,10 @@ def test_math_rows(tmp_path, tokenizer):
     assert rows[0]["data_source"] == "lighteval/MATH"
     assert "\\boxed{}" in rows[0]["raw_prompt"][0]["content"]
     assert len(load_rows(tmp_path, "test", tokenizer)) == 1
+
+    (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match="must hold one of train.json"):
-        main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+        main(["--local_dataset_path", str(tmp_path / "empty"), "--local_save_dir", str(tmp_path)])
 
 
 def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):

@@ -171,9 +171,10 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
     assert row["reward_model"] == {"style": "model", "ground_truth": "Good."}
     assert row["extra_info"]["rejected"] == "Bad."
 
+    (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit):
         script.main(
-            ["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)]
+            ["--local_dataset_path", str(tmp_path / "empty"), "--local_save_dir", str(tmp_path)]
         )
 
     assert "no pairs in" in capsys.readouterr().err
