@@ -34,6 +34,8 @@ from verl.config.train import TrainConfig
 from verl.config.unread import unread_keys
 from verl.utils.registry import nearest_names
 
+_MOST_BYTES_OF_A_NAME = 255  # of a file or folder, in the file systems that are in use
+
 
 def training_data_is_named(config: TrainConfig) -> Messages:
     data = config.data
@@ -222,6 +224,9 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
     trainer = config.trainer
     folder = trainer.resume_from_path
     by_path = trainer.resume_mode == "resume_path"
+    long = max(Path(trainer.default_local_dir).parts, key=_num_bytes, default="")
+    if _num_bytes(long) <= _MOST_BYTES_OF_A_NAME:
+        long = ""
 
     return (
         (
@@ -263,9 +268,19 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
             "not lead out of it by '..', got '{trainer.project_name}' and "
             "'{trainer.experiment_name}'. Set trainer.default_local_dir for another folder.",
         ),
+        (
+            bool(long),
+            "trainer.default_local_dir, which follows trainer.project_name and experiment_name, must "
+            f"have names of at most {_MOST_BYTES_OF_A_NAME} bytes in it, got {_num_bytes(long)} in "
+            f"'{long[:40]} ...'. Shorten the name.",
+        ),
         (trainer.save_freq == 0, "trainer.save_freq must be positive, or -1 for never, got 0."),
         (trainer.test_freq == 0, "trainer.test_freq must be positive, or -1 for never, got 0."),
     )
+
+
+def _num_bytes(name: str) -> int:
+    return len(name.encode(errors="surrogatepass"))
 
 
 @table
