@@ -151,7 +151,11 @@ def test_a_terminated_driver_reports_which_rank_died_before(troubles):
 def test_a_death_within_a_collective_is_named_before_the_errors_that_follow(troubles):
     kind, text = error_of(troubles["exits"])
     assert kind == "WorkerLostError"
-    assert text.startswith("troubled.one_exits_between_collectives: rank 1 (")
+    first, *_, ended, last = text.splitlines()
+    assert first.startswith("troubled.one_exits_between_collectives: rank 1 (")
+    assert "dmesg | grep" in text
+    assert ended == "All processes of the group have been ended."
+    assert last == first
 
 
 class EndedRanks(InProcess):

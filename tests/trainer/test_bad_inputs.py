@@ -578,5 +578,6 @@ def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, 
     assert (code, capfd.readouterr().err) == ENDS[name]
     assert signal.getsignal(signal.SIGTERM) is before
     assert said[-1:] == [
-        f"Interrupted in step 2 of 2. Newest checkpoint in {tmp_path}: global_step_1."
+        f"Interrupted in step 2 of 2. Newest checkpoint in {tmp_path}: global_step_1. Started "
+        "again, the run goes on from there."
     ]

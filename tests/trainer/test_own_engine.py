@@ -187,7 +187,14 @@ def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):
     assert "lacks abort, has_work, step, submit" in capfd.readouterr().err
 
 
-def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "way_on"),
+    [("auto", "Started again, the run"), ("disable", "trainer.resume_mode=auto")],
+)
+def test_an_engine_that_raises_is_named_with_the_checkpoint(
+    tmp_path, capfd, monkeypatch, mode, way_on
+):
+    name = f"raises_{mode}"
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     text = (
@@ -197,14 +204,15 @@ def test_an_engine_that_raises_is_named_with_the_checkpoint(tmp_path, capfd, mon
         "        if step == 2:\n"
         "            raise KeyError('boom')\n"
         "        super().submit(requests, params, seed=seed, step=step)\n"
-        "rollout_engines.register('raises')(Raises)\n"
+        f"rollout_engines.register('{name}')(Raises)\n"
     )
-    assert run_with(tmp_path, "raises", text, "trainer.save_freq=1") == 1
+    options = ["trainer.save_freq=1", f"trainer.resume_mode={mode}"]
+    assert run_with(tmp_path, name, text, *options) == 1
     file = tmp_path / "engine.py"
     shown = capfd.readouterr().err
-    assert f"The rollout engine 'raises' ({file}) raised KeyError in line 5: 'boom'." in shown
+    assert f"The rollout engine '{name}' ({file}) raised KeyError in line 5: 'boom'." in shown
     ended = "Stopped by RolloutError in step 2 of 2. Newest checkpoint in"
-    assert f"{ended} {tmp_path / 'run'}: global_step_1." in said
+    assert f"{ended} {tmp_path / 'run'}: global_step_1. {way_on} goes on from there." in said
     assert "Traceback" not in shown
 
 

@@ -237,7 +237,7 @@ def test_a_failure_while_resuming_is_before_the_first_step(folder, log):
 
     assert run(folder, *FIRST) == 1
     ended = "W Stopped by CheckpointError before its first step. Newest checkpoint in"
-    assert f"{ended} {folder}: global_step_1." in log.getvalue()
+    assert f"{ended} {folder}: global_step_1.\n" in log.getvalue()
 
 
 @pytest.mark.parametrize("content", [[1, 2], 3, None])

@@ -23,6 +23,11 @@ ANSWER_S = 3.0
 # Time before the deadline for ending all processes, so that the error is raised by then.
 REPORT_S = 1.0
 
+WHY_DEAD = (
+    "A rank that dies without an error of its own was killed, or its machine is gone; on that "
+    "machine `dmesg | grep -i kill` shows whether it was killed for memory."
+)
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -291,8 +296,15 @@ class GroupFuture(Generic[Answer]):
         """Raise `kind`. If ranks are `broken` (dead or stuck), add stacks and end all first."""
         if broken:
             stacks = self.ranks.stacks(ANSWER_S) if stacks is None else stacks
-            headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
-            self.ranks.abort(headline.split("\n")[0])
+            summary = headline.split("\n")[0]
+            lines = [headline]
+            if kind is WorkerLostError:
+                lines.append(WHY_DEAD)
+            lines += _whereabouts(self.ranks, stacks)
+            # Again below the stacks, which may be longer than a screen.
+            lines += ["All processes of the group have been ended.", summary]
+            headline = "\n".join(lines)
+            self.ranks.abort(summary)
         raise kind(headline) from cause
 
 
@@ -320,4 +332,4 @@ def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:
         lines.append(
             f"Rank {rank} answers; last breadcrumb: {notes.get(rank, 'none')}; its stacks: {text}"
         )
-    return [*lines, "All processes of the group have been ended."]
+    return lines

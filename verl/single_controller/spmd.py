@@ -26,7 +26,7 @@ from verl.single_controller.breadcrumbs import (
     read_breadcrumbs,
     read_progress,
 )
-from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks, describe_deaths
+from verl.single_controller.calls import ANSWER_S, WHY_DEAD, Ends, Lost, Ranks, describe_deaths
 from verl.single_controller.host import Host, OnTold, found_here
 from verl.single_controller.in_process import Background
 from verl.single_controller.links import Links, Peers
@@ -340,7 +340,7 @@ class SpmdRanks:
 
     def raise_lost(self) -> None:
         """Raise the error of ranks that died while the driver was not waiting for them."""
-        lines = describe_deaths(self, self.lost)
+        lines = [*describe_deaths(self, self.lost), WHY_DEAD]
         self.stacks(ANSWER_S)
         notes = self.breadcrumbs()
         for rank in self.lost:

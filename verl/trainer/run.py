@@ -315,12 +315,19 @@ class TrainingRun(ABC, Generic[Config]):
         place = "before its first step"
         if self.has_begun:
             place = f"in step {self.global_step} of {self.total_steps}"
+        newest = self.checkpoints.newest_name()
+        way_on = ""
+        if newest is not None and self.has_begun:
+            way_on = " Started again, the run goes on from there."
+            if self.config.trainer.resume_mode != "auto":
+                way_on = " trainer.resume_mode=auto goes on from there."
         logger.warning(
-            "%s %s. Newest checkpoint in %s: %s.",
+            "%s %s. Newest checkpoint in %s: %s.%s",
             "Interrupted" if is_interrupt else f"Stopped by {type(error).__name__}",
             place,
             self.checkpoints.root,
-            self.checkpoints.newest_name() or "none",
+            newest or "none",
+            way_on,
         )
 
     def log_results(self) -> None:
