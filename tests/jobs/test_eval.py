@@ -226,6 +226,7 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
     output = capsys.readouterr().err
 
+    assert "responses.jsonl, row 0, response " in output
     assert "no such answer" in output
     assert "What is a?" in output
 
@@ -241,7 +242,7 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
     [
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
-        (row("toys", "4", "4"), [], "No reward rule for data_source 'toys'"),
+        (row("toys", "4", "4"), [], "row 0, response 0: No reward rule for data_source 'toys'"),
         (row("toy", "4", "4"), ["data.prompt_key=question"], "the column 'question' is missing"),
         (row("toy", "4", "4"), ["data.data_source_key=origin"], "the column 'origin' is missing"),
         (row("toy", "4", "4"), ["data.reward_model_key=gold"], "name it in data.reward_model_key"),

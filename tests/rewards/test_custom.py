@@ -91,7 +91,10 @@ def test_objects_that_cannot_be_called_are_rejected_at_start(reward_file, name, 
     ("name", "for_batches", "manager"), [("of_batch", False, "batch"), ("three", True, "naive")]
 )
 def test_a_function_for_another_manager_is_named_with_it(reward_file, name, for_batches, manager):
-    with pytest.raises(ConfigError, match=rf"Set reward_model\.reward_manager={manager}\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"parameters of another .* Set reward_model\.reward_manager={manager}\.$",
+    ):
         load_custom_reward(reward_file, name, for_batches=for_batches)
 
 

@@ -146,7 +146,7 @@ def test_prime_without_a_function_uses_the_rules():
     result = manager(make_batch(["#### 4", "5"], ["4", "4"], ["gsm8k", "toy"]), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0]
     assert result["reward_extra_info"]["pred"] == ["4", "5"]
-    with pytest.raises(RewardError, match="^Response 1 of the batch: No reward rule"):
+    with pytest.raises(RewardError, match="^response 1 of the batch: No reward rule"):
         manager(make_batch(["4", "x"], ["4", "4"], ["toy", "mystery"]))
 
 

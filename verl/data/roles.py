@@ -1,4 +1,4 @@
-"""Find roles of messages that seem to be misspelt: chat templates write many of them as they are."""
+"""Find roles of messages that seem to be misspelt: many chat templates write any role."""
 
 import re
 from typing import TYPE_CHECKING

@@ -40,6 +40,7 @@ class ScoredPrompt:
     prompt: str
     responses: list[str]
     columns: dict[str, Any]  # the arguments of the reward function except for the response
+    place: str  # file and row
     scores: list[float] = field(default_factory=list)
     passed: list[bool] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
@@ -91,7 +92,8 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             }
             name = "unknown" if source is None else str(source)
             prompt = str(row.get(data.prompt_key, ""))
-            prompts.append(ScoredPrompt(name, prompt, responses, columns))
+            place = f"{file}, row {number}"
+            prompts.append(ScoredPrompt(name, prompt, responses, columns, place))
 
     return prompts
 
@@ -136,8 +138,12 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
     manager = build_reward(train, tokenizer, num_examine=0)
 
     rows: list[tuple[ScoredPrompt, str]] = []
+    places: list[str] = []  # of each response
     for prompt in prompts:
-        rows += [(prompt, response) for response in prompt.responses]
+        for number, response in enumerate(prompt.responses):
+            rows.append((prompt, response))
+            places.append(f"{prompt.place}, response {number}")
+
     failures = {"errors": 0, "timeouts": 0, "retries": 0, "dropped": 0}
     started = time.perf_counter()
     last_report = started
@@ -145,13 +151,11 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
     for start in range(0, len(rows), RESPONSES_A_CALL):
         chunk = rows[start : start + RESPONSES_A_CALL]
         tokenizer.texts.clear()
-        try:
-            batch = _batch(chunk, tokenizer)
-            result = manager.score(manager.read(batch), batch)
-        except RewardError as error:
-            raise RewardError(
-                f"Responses {start} to {start + len(chunk) - 1}: {error}"
-            ) from error.__cause__
+        batch = _batch(chunk, tokenizer)
+        samples = manager.read(batch)
+        for sample, place in zip(samples, places[start:]):
+            sample.place = place
+        result = manager.score(samples, batch)
 
         _record(chunk, result, config.metrics.pass_score)
         for name in ("errors", "timeouts", "retries"):

@@ -97,7 +97,10 @@ def check_arguments(
         if not set(others[:-1]) <= set(keywords_of(function)):
             raise
         manager = "naive" if for_batches else "batch"
-        raise ConfigError(f"{error} Set reward_model.reward_manager={manager}.") from error
+        raise ConfigError(
+            f"{name} has the parameters of another reward manager, {', '.join(others)}; this one "
+            f"gives {', '.join(arguments)}. Set reward_model.reward_manager={manager}."
+        ) from error
 
 
 def _takes_extra_info(

@@ -240,9 +240,7 @@ class RewardManager:
         """Call the function for every sample, and apply `on_error` to the failures."""
         if self.by_rule:
             # A data source without a rule is a mistake of the whole run, not of one sample.
-            require_rules(
-                (f"Response {sample.row} of the batch", sample.data_source) for sample in samples
-            )
+            require_rules((sample.name, sample.data_source) for sample in samples)
 
         outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()
@@ -261,8 +259,8 @@ class RewardManager:
                     message = self._describe(sample, outcome, failure, data)
                     raise RewardError(message) from outcome.error
                 if not first_failure:
-                    place = f"response {sample.row} of the batch"
-                    first_failure = f"{place} (data_source {sample.data_source!r}): {failure}"
+                    source = sample.data_source
+                    first_failure = f"{sample.name} (data_source {source!r}): {failure}"
                 result.num_timeouts += outcome.timed_out
                 result.num_errors += not outcome.timed_out
                 if self.on_error in ("drop", "retry"):
@@ -410,8 +408,8 @@ class RewardManager:
             way_out += ", or set the time limit of a call with reward_model.timeout_s"
 
         return (
-            f"The reward function failed on response {sample.row} of the batch "
-            f"(data_source {sample.data_source!r}): {failure}\n"
+            f"The reward function failed on {sample.name} (data_source {sample.data_source!r}): "
+            f"{failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {text_of(sample.ground_truth)[:200]!r}\n"

@@ -148,8 +148,8 @@ def find_rule(data_source: Any) -> Rule:
 
     if data_source is None:
         raise RewardError(
-            "There is no data_source, which picks the reward rule. Add the column (data.reward_fn_key "
-            f"names another one), or {_WITHOUT_RULE}"
+            "There is no data_source, which picks the reward rule. Add the column "
+            f"(data.reward_fn_key names another one), or {_WITHOUT_RULE}"
         )
     known = list(reward_rules)
     near = nearest_names(str(data_source), known)

@@ -33,6 +33,12 @@ class Sample:
     extra_info: Any
     last_token: int  # column of the response's last real token
     token_ids: Sequence[int] = ()
+    place: str = ""  # in the user's file; "": errors name the response by its place in the batch
+
+    @property
+    def name(self) -> str:
+        """Return the response's name in errors."""
+        return self.place or f"response {self.row} of the batch"
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of one call, as copies.
