@@ -180,6 +180,8 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             "Unknown keyword 'actor_placment'. Nearest known: actor_placement",
         ),
         ({"learning_rate": 1e-6}, "Unknown keyword 'learning_rate'. Nearest known: lr"),
+        ({"dataset": "toy"}, "'dataset'. Nearest known: data.dataset_name, data.train_files"),
+        ({"reward_funcs": len}, "'reward_funcs'. Nearest known: custom_reward_function.path"),
         ({"model": "toy"}, "Nearest known: actor_rollout_ref.model.path"),
         ({"max_step": 2}, "Unknown keyword 'max_step'. Nearest known: trainer.max_steps"),
         (

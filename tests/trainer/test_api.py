@@ -132,7 +132,14 @@ def test_training_gives_the_bits_of_the_entry_point_after_any_other_calls(tmp_pa
     assert sum(tensor.numel() for tensor in saved.values()) == sum(
         p.numel() for p in critic.parameters()
     )
-    with pytest.raises(ConfigError, match=r"train\(\) has run already, to step 2 of 2"):
+    with pytest.raises(ConfigError, match=r"run already, to step 2 of 2.* goes on from the newest"):
+        trainer.train()
+
+
+def test_a_second_train_without_a_checkpoint_would_begin_anew(tmp_path):
+    trainer = facade(tmp_path, **{"trainer.save_freq": -1, "trainer.max_steps": 1})
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"step 1 of 1.* begins anew, because no checkpoint"):
         trainer.train()
 
 

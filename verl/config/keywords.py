@@ -63,6 +63,10 @@ _ELSEWHERE = {
     "epochs": "trainer.total_epochs",
     "model": "actor_rollout_ref.model.path",
     "model_path": "actor_rollout_ref.model.path",
+    "dataset": "data.dataset_name, data.train_files",
+    "train_dataset": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "reward_funcs": "custom_reward_function.path",
     "num_generations": f"{_ROLLOUT}.n",
     "output_dir": "trainer.default_local_dir",
 }

@@ -182,10 +182,15 @@ class RLTrainer:
             A dict of metrics that prints as one line.
         """
         if self.has_trained:
+            way_on = "it begins anew, because no checkpoint was written (trainer.save_freq)"
+            if self.ppo.checkpoints.newest_name() is not None:
+                way_on = (
+                    "with a larger trainer.total_training_steps it goes on from the newest "
+                    "checkpoint"
+                )
             raise ConfigError(
                 f"train() has run already, to step {self.ppo.global_step} of "
-                f"{self.ppo.total_steps}. Make a new RLTrainer: with a larger "
-                "trainer.total_training_steps it goes on from the newest checkpoint."
+                f"{self.ppo.total_steps}. Make a new RLTrainer: {way_on}."
             )
 
         if self.missing is not None:
