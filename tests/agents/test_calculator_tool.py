@@ -70,4 +70,4 @@ def test_deep_nesting_is_an_error():
 def test_signature_and_docstring_describe_one_text_parameter():
     (parameter,) = inspect.signature(calculator).parameters.values()
     assert (parameter.name, parameter.annotation) == ("expression", str)
-    assert "Args:\n        expression:" in (calculator.__doc__ or "")
+    assert "Args:\n    expression:" in (inspect.getdoc(calculator) or "")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors
@@ -65,17 +66,36 @@ def start_trainer(
 def run_in_child(action: Callable[[], int]) -> int:
     """Run `action` in a forked process, so that a kill does not end the tests.
 
-    Returns the wait status of the process.
+    Returns the wait status of the process. Skips the test if torch cannot train in such a process.
     """
+    if _status_of_fork(_differentiate) != 0:
+        pytest.skip("after torch.compile, autograd of torch for CUDA does not work in a fork")
+
+    def act() -> int:
+        logger.handlers.clear()
+        return action()
+
+    return _status_of_fork(act)
+
+
+def _status_of_fork(action: Callable[[], int]) -> int:
     child = os.fork()
     if child == 0:
         status = 99
         try:
-            logger.handlers.clear()
             status = action()
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1]
+
+
+def _differentiate() -> int:
+    x = torch.ones(1, requires_grad=True)
+    try:
+        x.sum().backward()
+    except RuntimeError:
+        return 1
+    return 0
 
 
 def run_until_killed(step: int, train: Callable[[], int]) -> None:

@@ -1,10 +1,11 @@
-"""Pauses of the garbage collector."""
+"""Pauses of the garbage collector, and actions at the end of objects."""
 
 import gc
 
 import pytest
 
-from verl.utils.garbage import loading_packages
+from tests.launches import run_code
+from verl.utils.garbage import finalize, loading_packages
 
 
 def test_the_collector_pauses_while_packages_load_and_skips_them_later():
@@ -21,3 +22,27 @@ def test_the_collector_pauses_while_packages_load_and_skips_them_later():
     assert gc.isenabled()
     assert gc.get_freeze_count() > before
     assert all(found is not made for found in gc.get_objects())
+
+
+class Thing:
+    pass
+
+
+def test_a_collected_object_is_finalized_once():
+    calls = []
+    thing = Thing()
+    finalizer = finalize(thing, calls.append, 1)
+    assert finalizer.alive
+    del thing
+    gc.collect()
+    finalizer()
+    assert calls == [1]
+
+
+def test_an_object_that_lives_is_finalized_at_exit():
+    code = """
+        from verl.utils.garbage import finalize
+        thing = set()
+        finalize(thing, print, "finalized")
+    """
+    assert run_code(code).stdout == "finalized\n"

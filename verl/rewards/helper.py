@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from verl.utils.children import (
 )
 from verl.utils.deadline import seconds_until
 from verl.utils.errors import RewardError
+from verl.utils.garbage import finalize
 
 # Pause before the next of several answers is read, so that each one does not wake this process.
 GATHER_S = 0.0005
@@ -177,7 +177,7 @@ class HelperPool:
         self._start = start
         self._idle: deque[Helper] = deque()
         self._at_work: set[Helper] = set()
-        weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
+        finalize(self, _end, self._idle, self._at_work)
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """Return the answer of an idle helper; see `Helper.ask`.

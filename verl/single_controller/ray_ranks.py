@@ -3,7 +3,6 @@
 import os
 import time
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -40,6 +39,7 @@ from verl.single_controller.ray_process import (
 )
 from verl.single_controller.shares import Args, Arguments, Kwargs
 from verl.utils.errors import WorkerLostError
+from verl.utils.garbage import finalize
 from verl.utils.launcher import RANKS_OF_GROUP
 from verl.utils.logging import logger
 from verl.utils.rendezvous import LOOPBACK, loopback_settings
@@ -86,7 +86,7 @@ class RayRanks:
         if not detached:
             hold_scratch(self.folder)
             # Also for a run that ends without `end`.
-            weakref.finalize(self, remove_scratch, self.folder)
+            finalize(self, remove_scratch, self.folder)
         self.size = len(bundles)
         self.run_ranks = range(self.size) if run_ranks is None else run_ranks
         self._ended: str | None = None

@@ -1,8 +1,21 @@
-"""Pause Python's garbage collector."""
+"""Pause Python's garbage collector, and act when it collects an object."""
 
+import atexit
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+def finalize(thing: object, action: Callable[..., object], *arguments: Any) -> weakref.finalize:
+    """Call `action` when `thing` is collected, or else when this process exits.
+
+    Python 3.13 skips `weakref.finalize` at the exit of a child of multiprocessing.
+    """
+    finalizer = weakref.finalize(thing, action, *arguments)
+    atexit.register(finalizer)
+    return finalizer
 
 
 @contextmanager

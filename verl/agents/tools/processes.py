@@ -11,7 +11,6 @@ import pickle
 import socket
 import struct
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from verl.agents.tools.nursery import Child, Nursery, NurseryLostError, kill_hel
 from verl.rewards.texts import describe_briefly
 from verl.utils.children import START_TIMEOUT_S, describe_end
 from verl.utils.errors import VerlError
+from verl.utils.garbage import finalize
 from verl.utils.logging import logger
 
 # How much longer than its deadline a call may take before its process counts as hanging.
@@ -64,7 +64,7 @@ class ProcessHost:
         self._seats: dict[str, ToolProcess] = {}  # by episode
         self._alive: set[int] = set()  # process ids
         self._nurseries: list[Nursery] = []  # at most one
-        self._end = weakref.finalize(self, _kill_all, self._alive, self._nurseries)  # at exit too
+        self._end = finalize(self, _kill_all, self._alive, self._nurseries)
         self.facts: Sequence[ToolFacts] = ()
 
     async def start(self) -> None:

@@ -3,7 +3,6 @@
 import secrets
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +20,7 @@ from verl.models.lora import save_adapters
 from verl.rollout.servers.server import Server
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
+from verl.utils.garbage import finalize
 from verl.utils.scratch import hold_scratch, remove_left_behind, remove_scratch, scratch_path
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import host_copies
@@ -123,7 +123,7 @@ class WeightFolder:
             self._root = scratch_path(f"weights-{secrets.token_urlsafe(6)}", parent)
             hold_scratch(self._root)
         self._root.chmod(0o755)  # servers may run as another user
-        weakref.finalize(self, remove_scratch, self._root)
+        finalize(self, remove_scratch, self._root)
 
         self._model = model
         self._dtype = dtype
