@@ -65,7 +65,7 @@ TINY_DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The wishes of a command line."""
+    """The measurements that a command line asks for."""
 
     engines: tuple[str, ...]
     models: tuple[str, ...]
