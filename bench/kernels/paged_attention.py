@@ -217,7 +217,7 @@ def sweep(
         batch.shape.dim,
         batch.shape.dim,
         torch.bfloat16,
-        small=None if batch.scales is None else batch.cache.dtype,
+        eight_bits=batch.scales is not None,
         programs=programs * count,
         takes_fresh=batch.fresh is not None,
     )

@@ -103,7 +103,7 @@ def decode_config(
     value_dim: int,
     dtype: torch.dtype,
     *,
-    small: torch.dtype | None = None,
+    eight_bits: bool = False,
     programs: int,
     takes_fresh: bool,
 ) -> DecodeConfig:
@@ -118,16 +118,16 @@ def decode_config(
     stages up to two waves of three (640: 72 us instead of 67), and with more faster where rows are
     as long as one another (1,024: 76 us instead of 85).
 
-    Keys and values in eight bits, of the dtype `small`, take as many registers again for their
-    conversion. With two warps a program, five programs fit on a multiprocessor, and reductions join
-    two warps instead of four. FP8, 1,024 rows of 256 to 1,280 tokens, heads of 128, on an H200: 158
-    us instead of 195; int8 with 300 tokens each: 58 us, and 67 with 128 keys and four warps.
+    Keys and values in `eight_bits` take as many registers again for their conversion. With two
+    warps a program, five programs fit on a multiprocessor, and reductions join two warps instead of
+    four. FP8, 1,024 rows of 256 to 1,280 tokens, heads of 128, on an H200: 158 us instead of 195;
+    int8 with 300 tokens each: 58 us, and 67 with 128 keys and four warps.
     """
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
 
     widest = max(dim, value_dim)
-    if small is not None:
+    if eight_bits:
         if widest > 128:
             return DecodeConfig(block_n=64, num_warps=4, num_stages=3)
         return DecodeConfig(block_n=64, num_warps=2, num_stages=3)

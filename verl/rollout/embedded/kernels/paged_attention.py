@@ -116,7 +116,7 @@ def decode_attention(
         dim,
         value_dim,
         q.dtype,
-        small=None if key_scales is None else keys.dtype,
+        eight_bits=key_scales is not None,
         programs=rows * kv_heads * num_splits,
         takes_fresh=fresh is not None,
     )
