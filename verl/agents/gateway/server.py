@@ -336,19 +336,19 @@ class _Exchange:
 
 def check_address(host: str, port: int) -> None:
     """Raise ConfigError if a server cannot listen at this address now. Port 0: any free port."""
-    failure: OSError | None = None
     try:
-        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            try:
-                socket.create_server(address[:2], family=family).close()
-            except OSError as error:
-                failure = error
-            else:
-                return
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:  # the name is unknown
-        failure = error
-    if failure is not None:
-        raise _not_free(host, port, failure) from failure
+        raise _not_free(host, port, error) from error
+
+    failures: list[OSError] = []
+    for family, _, _, _, address in addresses:
+        try:
+            socket.create_server(address[:2], family=family).close()
+            return
+        except OSError as error:
+            failures.append(error)
+    raise _not_free(host, port, failures[-1]) from failures[-1]
 
 
 def _not_free(host: str, port: int, error: OSError) -> ConfigError:
