@@ -149,6 +149,7 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "must not lead out of it by '..', got 'verl_examples' and '../other'",
         ),
         (f"trainer.experiment_name={'x' * 300}", "at most 255 bytes in it, got 300 in 'x{40} ...'"),
+        (f"trainer.experiment_name='{'{x}' * 99}'", "at most 255 bytes in it, got 297 in '{x}"),
         (f"trainer.project_name={'é' * 128}", "at most 255 bytes in it, got 256 in 'é"),
         (f"trainer.default_local_dir=out/{'x' * 256}", "at most 255 bytes in it, got 256 in 'x"),
         ("trainer.experiment_name=''", "must not be empty, .* got 'verl_examples' and ''"),

@@ -224,9 +224,6 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
     trainer = config.trainer
     folder = trainer.resume_from_path
     by_path = trainer.resume_mode == "resume_path"
-    long = max(Path(trainer.default_local_dir).parts, key=_num_bytes, default="")
-    if _num_bytes(long) <= _MOST_BYTES_OF_A_NAME:
-        long = ""
 
     return (
         (
@@ -268,15 +265,20 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
             "not lead out of it by '..', got '{trainer.project_name}' and "
             "'{trainer.experiment_name}'. Set trainer.default_local_dir for another folder.",
         ),
-        (
-            bool(long),
-            "trainer.default_local_dir, which follows trainer.project_name and experiment_name, must "
-            f"have names of at most {_MOST_BYTES_OF_A_NAME} bytes in it, got {_num_bytes(long)} in "
-            f"'{long[:40]} ...'. Shorten the name.",
-        ),
         (trainer.save_freq == 0, "trainer.save_freq must be positive, or -1 for never, got 0."),
         (trainer.test_freq == 0, "trainer.test_freq must be positive, or -1 for never, got 0."),
     )
+
+
+def folder_has_short_names(config: TrainConfig) -> Messages:
+    names = Path(config.trainer.default_local_dir).parts
+    longest = max(names, key=_num_bytes, default="")
+    if _num_bytes(longest) > _MOST_BYTES_OF_A_NAME:
+        yield (
+            "trainer.default_local_dir, which follows trainer.project_name and experiment_name, must "
+            f"have names of at most {_MOST_BYTES_OF_A_NAME} bytes in it, got {_num_bytes(longest)} "
+            f"in '{longest[:40]} ...'. Shorten the name."
+        )
 
 
 def _num_bytes(name: str) -> int:
@@ -356,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     losses_make_sense,
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
+    folder_has_short_names,
     checkpoint_parts_are_known,
     loggers_are_known,
     reward_has_what_it_needs,

@@ -274,6 +274,7 @@ RULES = (
             rules.losses_make_sense,
             rules.adapters_can_be_trained,
             rules.run_has_an_end_and_a_start,
+            rules.folder_has_short_names,
             rules.checkpoint_parts_are_known,
             rules.loggers_are_known,
         ),
