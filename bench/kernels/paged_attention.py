@@ -64,10 +64,11 @@ SHAPES = {
     "qwen2.5-7b": Shape(28, 4, 128, 28),
 }
 LAUNCHES = [
-    DecodeConfig(block_n, num_warps, num_stages)
-    for (block_n, num_warps), num_stages in product(
+    DecodeConfig(block_n, num_warps, num_stages, max_registers)
+    for (block_n, num_warps), num_stages, max_registers in product(
         ((16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)),
         (2, 3, 4),
+        (None, 168),
     )
 ]
 
@@ -169,7 +170,7 @@ def graph_seconds(work: Callable[[], None], repeats: int = 7) -> float:
 
 
 def launch(config: DecodeConfig) -> str:
-    return "/".join(str(number) for number in config)
+    return "/".join(str(number) for number in config if number is not None)
 
 
 def speed(batch: Batch, us: float) -> str:
@@ -219,7 +220,6 @@ def sweep(
         torch.bfloat16,
         eight_bits=batch.scales is not None,
         programs=programs * count,
-        takes_fresh=batch.fresh is not None,
     )
 
     us = batch.microseconds(config=config, num_splits=count)

@@ -65,16 +65,8 @@ def assembly_of(compiled: list[Any]) -> str:
     return kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("dim", "dtype", "small"),
-    cases(
-        [64, 128, 256],
-        [torch.bfloat16, torch.float32],
-        [None, *DTYPES.values()],
-        quick=lambda *case: case == (128, torch.bfloat16, torch.int8),
-    ),
-)
-def test_attention_of_fresh_tokens_in_splits(compiled, dim, dtype, small):
+def compile_attention(dim: int, dtype: torch.dtype, small: torch.dtype | None) -> None:
+    """Compile decode attention of fresh tokens, cut into two splits."""
     rows, heads, kv_heads, pages = 2, 14, 2, 8
     stacked = torch.zeros(rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = stacked.split([heads, kv_heads, kv_heads], dim=1)
@@ -97,9 +89,29 @@ def test_attention_of_fresh_tokens_in_splits(compiled, dim, dtype, small):
         workspace=split_workspace(rows, heads, dim, 2, CPU),
         fresh=Fresh(k, v, *rotary, None, None, 0.0),
     )
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "small"),
+    cases(
+        [64, 128, 256],
+        [torch.bfloat16, torch.float32],
+        [None, *DTYPES.values()],
+        quick=lambda *case: case == (128, torch.bfloat16, torch.int8),
+    ),
+)
+def test_attention_of_fresh_tokens_in_splits(compiled, dim, dtype, small):
+    compile_attention(dim, dtype, small)
     assembly = assembly_of(compiled)
     if small == torch.int8 and dtype == torch.bfloat16:
         assert "sub.f16x2" in assembly, "integers are converted one by one"
+
+
+def test_three_programs_of_attention_fit_on_a_multiprocessor(compiled):
+    compile_attention(128, torch.bfloat16, None)
+    (kernel,) = compiled
+    assert kernel.metadata.shared <= 227 * 1024 // 3
+    assert ".maxnreg 168" in kernel.asm["ptx"]
 
 
 @pytest.mark.slow

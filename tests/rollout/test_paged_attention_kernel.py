@@ -39,6 +39,7 @@ def make_batch(
     value_dim: int = DIM,
     page_size: int = 8,
     positions: tuple[int, ...] = POSITIONS,
+    group: int = GROUP,
 ) -> Batch:
     """Build a batch of rows of `SLOTS`, one of them twice.
 
@@ -59,9 +60,10 @@ def make_batch(
                 cache[pages[token // page_size], :, token % page_size] = new.to(dtype)
         caches.append(cache)
 
-    q = torch.randn(len(SLOTS), HEADS * DIM + 5, generator=generator).to(dtype)[:, : HEADS * DIM]
+    width = KV_HEADS * group * DIM
+    q = torch.randn(len(SLOTS), width + 5, generator=generator).to(dtype)[:, :width]
     slots = torch.tensor(SLOTS, dtype=torch.int32)
-    q, (keys, values) = q.unflatten(1, (HEADS, DIM)), caches
+    q, (keys, values) = q.unflatten(1, (-1, DIM)), caches
     return Batch(q, keys, values, table, slots, torch.tensor(positions, dtype=torch.int32))
 
 
@@ -73,7 +75,7 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
     value_dim = batch.values.shape[-1]
     out = torch.full((*batch.q.shape[:2], value_dim), float("nan"), dtype=batch.q.dtype)
     # as in a wider layer
-    workspace = decode_launch.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")
+    workspace = decode_launch.split_workspace(len(out), out.shape[1], value_dim + 8, 32, "cpu")
     for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
     kernels.decode_attention(
@@ -82,8 +84,7 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
         scale=SCALE,
         sinks=torch.tensor(SINKS) if sinks else None,
         workspace=workspace,
-        config=decode_launch.DecodeConfig(16, 4, 2),
-        **settings,
+        **{"config": decode_launch.DecodeConfig(16, 4, 2)} | settings,
     )
 
     assert not workspace.arrived.any(), "the next layer would count on"
@@ -94,6 +95,7 @@ def expected(
     batch: Batch, window: int | None = None, cap: float | None = None, sinks: bool = False
 ) -> Tensor:
     outputs = []
+    group = batch.q.shape[1] // KV_HEADS
     for q, slot in zip(batch.q.float(), batch.slots.tolist()):
         pages = batch.table[slot].long()
         length = int(batch.positions[slot]) + 1
@@ -102,7 +104,7 @@ def expected(
             for c in (batch.keys, batch.values)
         )
         k, v = (c[-window:] if window else c for c in (k, v))
-        k, v = (c.repeat_interleave(GROUP, dim=1) for c in (k, v))
+        k, v = (c.repeat_interleave(group, dim=1) for c in (k, v))
         scores = torch.einsum("hd,lhd->hl", q, k) * SCALE
         if cap:
             scores = cap * torch.tanh(scores / cap)
@@ -164,6 +166,34 @@ def test_half_precision_and_a_separate_value_size():
     assert_near(attend(batch, num_splits=2), expected(batch), 2e-3)
 
 
+BY_WARPS = decode_launch.DecodeConfig(32, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("features", "splits", "page_size", "group"),
+    cases(
+        [*FEATURES[:3], FEATURES[4]],
+        [{}, {"num_splits": 3}, {"split_tokens": 32}],
+        [8, 16, 32],  # a warp's 16 keys in two pages, in one, in half of one
+        [GROUP, 9],
+        quick=lambda features, splits, page_size, group: (
+            len(features) != 1 and (page_size == 16) != (group == GROUP)
+        ),
+    ),
+)
+@interpreted
+def test_warps_have_softmaxes_of_their_own(
+    features: dict[str, Any], splits: dict[str, Any], page_size: int, group: int
+):
+    if group != GROUP:
+        features = {name: value for name, value in features.items() if name != "sinks"}
+    batch = make_batch(torch.float16, page_size=page_size, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "weigh_pages", None)  # with it, warps would share their blocks
+        out = attend(batch, config=BY_WARPS, **features, **splits)
+    assert_near(out, expected(batch, **features), 4e-3)
+
+
 @pytest.mark.parametrize("window", [None, 27])
 @interpreted
 def test_fixed_splits_give_a_row_the_same_bits_in_every_batch(window: int | None):
@@ -191,6 +221,9 @@ def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
         if normed
         else (None, None)
     )
+    dtype = batch.keys.dtype
+    qkv, cos, sin = (numbers.to(dtype) for numbers in (qkv, cos, sin))
+    norms = tuple(norm if norm is None else norm.to(dtype) for norm in norms)
 
     for slot in slots.tolist():
         position = int(batch.positions[slot])
@@ -245,6 +278,20 @@ def test_a_fresh_token_is_rotated_stored_and_seen(
         torch.testing.assert_close(cache, wanted, rtol=0, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("splits", [{}, {"num_splits": 3}, {"split_tokens": 32}])
+@interpreted
+def test_warps_see_a_fresh_token(splits: dict[str, Any]):
+    half = make_batch(torch.float16, page_size=16)
+    batch, fresh = take_out_newest(rows_of(half, [0, 1, 2, 3]), normed=True)
+    truth = store_newest(
+        batch._replace(keys=batch.keys.clone(), values=batch.values.clone()), fresh
+    )
+    out = attend(batch, **splits, fresh=fresh, config=BY_WARPS)
+    assert_near(out, expected(truth), 8e-3)
+    for cache, wanted in ((batch.keys, truth.keys), (batch.values, truth.values)):
+        torch.testing.assert_close(cache, wanted, rtol=0, atol=4e-3, equal_nan=True)
+
+
 @interpreted
 def test_a_row_without_keys_gives_zero():
     batch = make_batch()
@@ -262,17 +309,14 @@ def test_a_row_without_keys_gives_zero():
         assert (out[1] != 0).all(), splits
 
 
-@pytest.mark.parametrize(
-    ("widest", "eight_bits", "most"), [(128, False, 4), (256, False, 2), (256, True, 2)]
-)
-def test_splits_fill_the_device(widest, eight_bits, most):
+@pytest.mark.parametrize(("widest", "eight_bits"), [(128, False), (256, False), (256, True)])
+def test_splits_fill_the_device(widest, eight_bits):
     for rows in range(1, 2000, 7):
         for kv_heads in (1, 2, 8):
             splits = decode_launch.choose_num_splits(
                 rows, kv_heads, 132, widest=widest, eight_bits=eight_bits
             )
-            most_programs = 132 * (most if splits <= 4 else 2)
-            assert splits == 1 or rows * kv_heads * splits <= most_programs
+            assert splits == 1 or rows * kv_heads * splits <= 2 * 132
             assert rows * kv_heads * splits >= 132 or splits == 32
 
 
@@ -281,6 +325,17 @@ def test_splits_of_eight_bits_give_each_multiprocessor_three_to_five_programs():
         splits = decode_launch.choose_num_splits(programs, 1, 132, widest=128, eight_bits=True)
         assert splits in (1, 32) or 3 * 132 <= programs * splits <= 5 * 132
         assert splits > 1 or 2 * programs > 5 * 132
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_blocks_depend_on_the_batch_only_where_bits_may(dim):
+    fixed = decode_launch.decode_config(dim, dim, torch.bfloat16)
+    found = {
+        decode_launch.decode_config(dim, dim, torch.bfloat16, programs=programs)
+        for programs in (1, 396, 397, 792, 793, 5000)
+    }
+    assert fixed in found
+    assert len(found) == (1 if dim == 256 else 2)
 
 
 def test_fixed_splits_cover_every_window():

@@ -8,17 +8,15 @@ from torch import Tensor
 
 from verl.rollout.embedded.kernels import PROCESSORS
 
-# More splits fill the device at small batches, but their results must be merged. Many splits pay up
-# to two programs on each multiprocessor, a few of them up to four.
+# More splits fill the device at small batches, but their results must be merged.
 _MAX_SPLITS = 32
-_PROGRAMS_OF_MANY = 2
-_FEW_SPLITS = 4
-_PROGRAMS_OF_FEW = 4
+_PROGRAMS_BY_PROCESSOR = 2
 # Programs of eight bits are smaller. Five of them run at once on a multiprocessor, but four are
 # faster unless they are less than three.
 _PROGRAMS_OF_EIGHT_BITS = (3, 4, 5)
-# Programs that run at once in three stages: three on each multiprocessor of an H100 or H200.
-_THREE_STAGES = 3 * PROCESSORS
+# Programs of four warps, and of two, that run at once on a multiprocessor with heads of 128.
+_PROGRAMS_OF_FOUR_WARPS = 3
+_PROGRAMS_OF_TWO_WARPS = 6
 
 
 class DecodeConfig(NamedTuple):
@@ -27,6 +25,15 @@ class DecodeConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; None: as many as the compiler takes
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return what Triton takes."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        return options
 
 
 class SplitWorkspace(NamedTuple):
@@ -63,27 +70,23 @@ def choose_num_splits(
     """Return the number of splits of a row's keys that gives all multiprocessors a few.
 
     It depends on the batch and on the `widest` head alone, because only the device knows the
-    lengths of the rows. With a single split, multiprocessors of one program wait for those of two:
-    80 rows of 3,900 tokens, two key heads of 128, took 108 us on an H200, and 83 with three splits.
-    Keys and values in `eight_bits` took 77 and 55 us; a rollout to 8,192 tokens took 25.5 s with
-    the splits of wide numbers, and 24.6 as here.
+    lengths of the rows. With a single split, multiprocessors of one program wait for those of two,
+    which costs `eight_bits` more than a merge: 80 rows of 3,900 tokens, two key heads of 128, took
+    77 us on an H200, and 55 with three splits. Wide numbers took 83 us in any number of splits, and
+    100 rows of 1,060 tokens 33 us in one and 40 in two.
     """
     programs = rows * kv_heads
 
     def splits_of(by_processor: int) -> int:
         return by_processor * num_sms // programs
 
+    splits = splits_of(_PROGRAMS_BY_PROCESSOR)
     if widest <= 128 and eight_bits:
         fewest, usual, most = _PROGRAMS_OF_EIGHT_BITS
         splits = splits_of(usual)
         if splits * programs < fewest * num_sms:
             splits = splits_of(most)
-        return max(1, min(_MAX_SPLITS, splits))
-
-    splits = min(_MAX_SPLITS, splits_of(_PROGRAMS_OF_MANY))
-    if widest <= 128:
-        splits = max(splits, min(_FEW_SPLITS, splits_of(_PROGRAMS_OF_FEW)))
-    return max(1, splits)
+    return max(1, min(_MAX_SPLITS, splits))
 
 
 def fixed_num_splits(
@@ -104,19 +107,18 @@ def decode_config(
     dtype: torch.dtype,
     *,
     eight_bits: bool = False,
-    programs: int,
-    takes_fresh: bool,
+    programs: int | None = None,
 ) -> DecodeConfig:
     """Choose blocks and warps for a layer.
 
-    They never depend on the batch, since others give other bits. Stages do not change the bits.
+    Others give other bits, so they depend on the batch only if its number of `programs` is given.
 
-    Three stages load more keys of the longest rows ahead, which a step waits for (64 rows of 256 to
-    1,280 tokens, heads of 128, on an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But a
-    multiprocessor then has room for three programs, not four: 512 `programs` of rows of 750 tokens
-    ran in two waves, and took 70 us instead of 55. Programs without a fresh token are slower by two
-    stages up to two waves of three (640: 72 us instead of 67), and with more faster where rows are
-    as long as one another (1,024: 76 us instead of 85).
+    Programs of 64 keys and four warps read most ahead. With heads of 128 a multiprocessor has room
+    for three of them, with 168 registers a thread (there are few spills, and 255 that the compiler
+    would take leave room for two). 400 programs ran in two waves: 200 rows of 819 tokens took 53 us
+    on an H200, and 47 in programs of 32 keys and two warps, of which six have room. With more than
+    these, four warps are faster again, by 8 us of 78 for 450 rows of 578 tokens. Heads of 64 take
+    less room, and two warps were faster at most sizes (350 rows of 651 tokens: 33 us, not 39).
 
     Keys and values in `eight_bits` take as many registers again for their conversion. With two
     warps a program, five programs fit on a multiprocessor, and reductions join two warps instead of
@@ -132,7 +134,11 @@ def decode_config(
             return DecodeConfig(block_n=64, num_warps=4, num_stages=3)
         return DecodeConfig(block_n=64, num_warps=2, num_stages=3)
 
-    waves = 1 if takes_fresh else 2
-    crowded = 64 < widest <= 128 and programs > waves * _THREE_STAGES
-    block_n = 64 if widest <= 128 else 32
-    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=2 if crowded else 3)
+    if widest > 128:
+        return DecodeConfig(block_n=32, num_warps=4, num_stages=3)
+    max_registers = 168 if widest > 64 else None
+    if programs is None or programs <= _PROGRAMS_OF_FOUR_WARPS * PROCESSORS:
+        return DecodeConfig(64, 4, 3, max_registers)
+    if widest > 64 and programs > _PROGRAMS_OF_TWO_WARPS * PROCESSORS:
+        return DecodeConfig(64, 4, 3, max_registers)
+    return DecodeConfig(32, 2, 3, max_registers)

@@ -32,9 +32,10 @@ from verl.rollout.embedded.kernels.decode_launch import (
     decode_config,
     fixed_num_splits,
 )
+from verl.rollout.embedded.kernels.fresh_tokens import load_halves, store_eight_bits, turned
 from verl.rollout.embedded.kernels.page_blocks import weigh_pages
-from verl.rollout.embedded.kernels.rounding import store_row
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
+from verl.rollout.embedded.kernels.warp_blocks import warp_lookups, weigh_by_warps
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -117,8 +118,7 @@ def decode_attention(
         value_dim,
         q.dtype,
         eight_bits=key_scales is not None,
-        programs=rows * kv_heads * num_splits,
-        takes_fresh=fresh is not None,
+        programs=rows * kv_heads * num_splits if split_tokens is None else None,
     )
 
     if split_tokens is not None:
@@ -147,6 +147,15 @@ def decode_attention(
         scale = scale / cap
         cap = cap * _LOG2_E.value
 
+    group = heads // kv_heads
+    # A product takes at least 16 keys, and a warp has registers for 16 heads of 128 numbers.
+    by_warps = (
+        key_scales is None
+        and q.dtype != torch.float32
+        and _block(group) == 16
+        and config.block_n >= 16 * config.num_warps
+    )
+
     _attend[(rows, kv_heads, num_splits)](
         q,
         *news,
@@ -168,17 +177,17 @@ def decode_attention(
         *values.stride()[:3],
         *scale_strides,
         table.stride(0),
-        GROUP=heads // kv_heads,
+        GROUP=group,
         DIM=dim,
         VALUE_DIM=value_dim,
         PAGE_SIZE=page_size,
         SPLIT_TOKENS=split_tokens,
-        BLOCK_M=_block(heads // kv_heads),
+        BLOCK_M=_block(group),
         BLOCK_N=config.block_n,
         BLOCK_DIM=_block(dim),
         BLOCK_VALUE=_block(value_dim),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        WARPS=config.num_warps if by_warps else 1,
+        **config.options,
     )
 
 
@@ -300,10 +309,10 @@ def _attend(
     q_head,
     key_page,
     key_head,
-    key_token,
+    key_token: tl.constexpr,
     value_page,
     value_head,
-    value_token,
+    value_token: tl.constexpr,
     scale_page,
     scale_head,
     table_row,
@@ -316,35 +325,52 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Compute one split of one row, for the GROUP query heads of one key head.
 
-    The softmax is a running one. OUT (b, Hq, Dv); partials, if any, (b, Hq, num_splits, ...).
+    The softmax is a running one, or one of each of WARPS warps. OUT (b, Hq, Dv); partials, if any,
+    (b, Hq, num_splits, ...).
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    group = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + group
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    query = Q + row * q_row + heads[:, None] * q_head
+    q_mask = (group[:, None] < GROUP) & (dims < DIM)
+
+    # Loads that wait for no other come before the chain of slot, position, page and key.
     slot = tl.load(SLOTS + row).to(tl.int64)
+    if COS is None:
+        q = tl.load(query + dims, mask=q_mask, other=0.0)
+    else:
+        # Every query head reads the new key for itself, so that threads keep what they load.
+        copies = group[:, None] * 0 if KEY_SCALES is None else tl.arange(0, 1)[:, None]
+        new = row * q_row + kv_head * q_head + copies
+        new_mask = (copies == 0) & (dims < DIM)
+        q, q_partner = load_halves(query, dims, q_mask, DIM)
+        k, k_partner = load_halves(NEW_KEYS + new, dims, new_mask, DIM)
+        v = tl.load(NEW_VALUES + new + dims, mask=new_mask, other=0.0)
+
     first, stop, origin, size = _span(
         slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
     )
 
     begin = tl.maximum(origin + split * size, first)
     end = tl.minimum(origin + (split + 1) * size, stop)
-    if (split > 0) & (begin >= end):
+    if PARTIAL_OUT is not None and (split > 0) & (begin >= end):
         return
     pages = TABLE + slot * table_row
     keys = KEYS + kv_head * key_head
     values = VALUES + kv_head * value_head
-
-    offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
-    page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
-    group = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + group
-    dims = tl.arange(0, BLOCK_DIM)[None, :]
-    query = Q + row * q_row + heads[:, None] * q_head
-    q_mask = (group[:, None] < GROUP) & (dims < DIM)
+    if WARPS == 1:
+        looked_up = start + tl.arange(0, BLOCK_N)
+    else:
+        looked_up = start + warp_lookups(BLOCK_N, WARPS, PAGE_SIZE)
+    page = tl.load(pages + looked_up // PAGE_SIZE, mask=looked_up < end, other=0)
 
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
@@ -356,65 +382,88 @@ def _attend(
     total = tl.zeros_like(sink)
     acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
     last = end
-    if COS is None:
-        q = tl.load(query + dims, mask=q_mask, other=0.0)
-    else:
+    if COS is not None:
         position = stop - 1
-        q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, shift, DIM)
+        own = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
+        q = turned(q, q_partner, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, shift, DIM)
         if end == stop:
             # The new token comes before the loop: a read from its page would have to wait for the
             # write.
             last = tl.where(begin < position, position, 0)  # a block without any key would give NaN
-            new = row * q_row + kv_head * q_head
-            k = _turned(
-                NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, shift, DIM
-            )
-            v = tl.load(NEW_VALUES + new + dims, mask=dims < DIM, other=0.0)
-            own = tl.load(pages + position // PAGE_SIZE).to(tl.int64)
+            k = turned(k, k_partner, dims, new_mask, COS, SIN, position, KEY_NORM, eps, shift, DIM)
             place = position % PAGE_SIZE
+            key_at = keys + own * key_page + place * key_token
+            value_at = values + own * value_page + place * value_token
             if KEY_SCALES is None:
-                tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
-                tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
+                once = new_mask & (tl.arange(0, BLOCK_M)[:, None] == 0)
+                tl.store(key_at + copies + dims, k, mask=once)
+                tl.store(value_at + copies + dims, v, mask=once)
             else:
-                at = own * scale_page + kv_head * scale_head + place
-                target = keys + own * key_page + place * key_token
-                _store_eight_bits(k, target, KEY_SCALES + at, DIM, BLOCK_DIM)
-                target = values + own * value_page + place * value_token
-                _store_eight_bits(v, target, VALUE_SCALES + at, DIM, BLOCK_DIM)
+                scales_at = own * scale_page + kv_head * scale_head + place
+                store_eight_bits(k, key_at, KEY_SCALES + scales_at, DIM, BLOCK_DIM)
+                store_eight_bits(v, value_at, VALUE_SCALES + scales_at, DIM, BLOCK_DIM)
             m, total, acc = weigh_one(q, k, v, sink, scale, cap)
 
-    key_scales = None
-    value_scales = None
-    if KEY_SCALES is not None:
-        key_scales = KEY_SCALES + kv_head * scale_head
-        value_scales = VALUE_SCALES + kv_head * scale_head
-    m, total, acc = weigh_pages(
-        q,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        pages,
-        page,
-        begin,
-        last,
-        m,
-        total,
-        acc,
-        scale,
-        cap,
-        key_page,
-        key_token,
-        value_page,
-        value_token,
-        scale_page,
-        DIM,
-        VALUE_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        BLOCK_DIM,
-        BLOCK_VALUE,
-    )
+    if WARPS == 1:
+        key_scales = None
+        value_scales = None
+        if KEY_SCALES is not None:
+            key_scales = KEY_SCALES + kv_head * scale_head
+            value_scales = VALUE_SCALES + kv_head * scale_head
+        m, total, acc = weigh_pages(
+            q,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            pages,
+            page,
+            begin,
+            last,
+            m,
+            total,
+            acc,
+            scale,
+            cap,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            scale_page,
+            DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+        )
+    else:
+        m, total, acc = weigh_by_warps(
+            q,
+            keys,
+            values,
+            pages,
+            page,
+            begin,
+            last,
+            m,
+            total,
+            acc,
+            scale,
+            cap,
+            key_page,
+            key_token,
+            value_page,
+            value_token,
+            DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+            GROUP,
+            WARPS,
+        )
 
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
@@ -437,39 +486,3 @@ def _attend(
         real &= is_last
 
     store_mean(OUT, at, real, acc, total, VALUE_DIM)
-
-
-@triton.jit
-def _store_eight_bits(head, AT, SCALE, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a head (1, BLOCK), zeros outside of DIM, as eight bits and their scale."""
-    column = tl.arange(0, BLOCK)
-    wide = tl.reshape(head, [BLOCK]).to(tl.float32)
-    store_row(wide, AT + column, SCALE, column < DIM)
-
-
-@triton.jit
-def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.constexpr):
-    """Load heads (M, BLOCK_DIM) at AT, norm them if there is a NORM, and rotate them.
-
-    A product needs them in one piece, not in halves.
-    """
-    half: tl.constexpr = DIM // 2
-    partner = tl.where(dims < half, dims + half, dims - half)
-    one = tl.load(AT + dims, mask=mask, other=0.0)
-    other = tl.load(AT + partner, mask=mask, other=0.0)
-    dtype = one.dtype
-    one = one.to(tl.float32)
-    other = other.to(tl.float32)
-
-    if NORM is not None:
-        scale = tl.rsqrt(tl.sum(one * one, 1) / DIM + eps)[:, None]
-        factor = tl.load(NORM + dims, mask=dims < DIM, other=0.0).to(tl.float32) + shift
-        one *= scale * factor
-        factor = tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32) + shift
-        other *= scale * factor
-        one = one.to(dtype).to(tl.float32)
-        other = other.to(dtype).to(tl.float32)
-
-    cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    sin = tl.load(SIN + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    return (one * cos + other * tl.where(dims < half, -sin, sin)).to(dtype)

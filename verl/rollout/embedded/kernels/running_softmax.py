@@ -32,7 +32,7 @@ def weights_of(q, k, seen, m, total, scale, cap, key_scales):
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if key_scales is not None:
         s *= key_scales[None, :]
-    s = _capped(s * scale, cap)
+    s = capped(s * scale, cap)
     s = tl.where(seen[None, :], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - new_m[:, None])
@@ -44,14 +44,15 @@ def weights_of(q, k, seen, m, total, scale, cap, key_scales):
 def weigh_one(q, k, v, sink, scale, cap):
     """Begin the running softmax with one key k (1, D)."""
     s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    s = _capped(s * scale, cap)
+    s = capped(s * scale, cap)
     m = tl.maximum(sink, s)
     total = tl.exp2(s - m)
     return m, total, total[:, None] * v.to(tl.float32)
 
 
 @triton.jit
-def _capped(s, cap):
+def capped(s, cap):
+    """Cap multiples of `cap` softly; None: no cap."""
     if cap is not None:
         s = cap * (2 * tl.sigmoid(2 * s) - 1)  # tanh
     return s
