@@ -12,8 +12,8 @@ of prompts.
 Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
 it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
 and stores them too. With `--small fp8` or `int8` keys and values are in eight bits with their
-scales, which count as read. `--launches 64/4/2,64/4/3` tries these alone, with more numbers of
-splits.
+scales, which count as read. `--launches 64/4/2,64/4/3/168` tries these alone, the second with a
+bound on registers, and more numbers of splits.
 """
 
 import argparse
@@ -64,13 +64,13 @@ SHAPES = {
     "qwen2.5-7b": Shape(28, 4, 128, 28),
 }
 LAUNCHES = [
-    DecodeConfig(block_n, num_warps, num_stages, max_registers)
-    for (block_n, num_warps), num_stages, max_registers in product(
+    DecodeConfig(block_n, num_warps, num_stages)
+    for (block_n, num_warps), num_stages in product(
         ((16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)),
         (2, 3, 4),
-        (None, 168),
     )
 ]
+LAUNCHES += [DecodeConfig(32, 2, 3, 168), DecodeConfig(64, 4, 3, 168)]
 
 
 class Batch:
@@ -272,8 +272,8 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(0)
     print(
-        f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages; "
-        "fraction of 4.3 TB/s"
+        f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages, "
+        "and registers; fraction of 4.3 TB/s"
     )
 
     for name in args.shapes:

@@ -12,6 +12,15 @@ _MERGED = tl.constexpr(4)
 
 
 @triton.jit
+def finite(largest):
+    """Return the number that is subtracted in exponents.
+
+    Where all scores are -inf, their weights become 0, not exp(-inf + inf).
+    """
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
 def weigh(q, k, v, seen, m, total, acc, scale, cap):
     """Take keys and values into the running softmax.
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from verl.rollout.embedded.kernels.running_softmax import finite
+
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 _SPLITMIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _SPLITMIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -15,15 +17,6 @@ _2_TO_23 = tl.constexpr(8388608.0)
 @triton.jit
 def load_logits(row_ptr, columns, end):
     return tl.load(row_ptr + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def finite(largest):
-    """Return the number that is subtracted in exponents.
-
-    Where all logits are -inf, their weights become 0, not exp(-inf + inf).
-    """
-    return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
-from verl.rollout.embedded.kernels.sampling_kernels import finite, load_logits, merge_sums
+from verl.rollout.embedded.kernels.running_softmax import finite
+from verl.rollout.embedded.kernels.sampling_kernels import load_logits, merge_sums
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# E of `sampling_kernels._gumbel` lies in [2**-32, 22], so no two Gumbel variables differ by more than 25.3: a token
-# whose logit / temperature is 26 below the largest is never drawn.
+# E of `sampling_kernels._gumbel` lies in [2**-32, 22], so no two Gumbel variables differ by more than
+# 25.3: a token whose logit / temperature is 26 below the largest is never drawn.
 _REACH = tl.constexpr(26.0)
 
 

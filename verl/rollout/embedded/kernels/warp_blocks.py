@@ -12,7 +12,7 @@ It takes more registers: each warp holds weighted values of the whole head.
 import triton
 import triton.language as tl
 
-from verl.rollout.embedded.kernels.running_softmax import capped
+from verl.rollout.embedded.kernels.running_softmax import capped, finite
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def weigh_by_warps(
         scores = capped(tl.dot(queries, tl.permute(k, (0, 2, 1))) * scale, cap)
         scores = tl.where(seen[:, None, :], scores, float("-inf"))
         new_peaks = tl.maximum(peaks, tl.max(scores, 2))
-        base = _finite(new_peaks)  # a warp may have seen no key so far
+        base = finite(new_peaks)  # a warp may have seen no key so far
         weights = tl.exp2(scores - base[:, :, None])
         alpha = tl.exp2(peaks - base)
         totals = totals * alpha + tl.sum(weights, 2)
@@ -92,17 +92,12 @@ def weigh_by_warps(
         page = next_page
 
     new_m = tl.maximum(m, tl.max(peaks, 0))
-    base = _finite(new_m)
+    base = finite(new_m)
     factors = tl.exp2(peaks - base[None, :])
     sums *= factors[:, :, None]
     alpha = tl.exp2(m - base)
     total = total * alpha + tl.sum(totals * factors, 0)
     return new_m, total, acc * alpha[:, None] + _joined(sums, GROUP)
-
-
-@triton.jit
-def _finite(peaks):
-    return tl.where(peaks == float("-inf"), 0.0, peaks)
 
 
 @triton.jit
