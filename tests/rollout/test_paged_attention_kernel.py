@@ -166,7 +166,7 @@ def test_half_precision_and_a_separate_value_size():
     assert_near(attend(batch, num_splits=2), expected(batch), 2e-3)
 
 
-BY_WARPS = decode_launch.DecodeConfig(32, 2, 2)
+BY_WARPS = decode_launch.DecodeConfig(32, 2, 2, max_registers=168)
 
 
 @pytest.mark.parametrize(
