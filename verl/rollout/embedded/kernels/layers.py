@@ -159,14 +159,17 @@ def _add_rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < width
     dtype = FIRST.dtype.element_ty
+    # Weights come first: behind a sum over warps, every row would wait for them once more.
+    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32) + shift
     wide = tl.load(FIRST + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if SECOND is not None:
+        if INNER is not None:
+            factor = tl.load(INNER + column, mask=inside, other=0.0).to(tl.float32) + shift
         second = _part(
             SECOND, SECOND_ROWS, SECOND_COLUMNS, row, column, inside, width, SECOND_SPLITS, dtype
         )
         if INNER is not None:
             scale = tl.rsqrt(tl.sum(second * second, axis=0) / width + eps)
-            factor = tl.load(INNER + column, mask=inside, other=0.0).to(tl.float32) + shift
             second = (second * scale * factor).to(dtype).to(tl.float32)
         wide += second
     if THIRD is not None:
@@ -181,7 +184,6 @@ def _add_rms_norm(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     if ROUND_NORMED:
         normed = normed.to(dtype).to(tl.float32)
-    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32) + shift
     if SCALES is None:
         tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
     else:

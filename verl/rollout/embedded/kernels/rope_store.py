@@ -120,43 +120,51 @@ def _rope_store(
 ):
     """Rotate and store one row."""
     row = tl.program_id(0).to(tl.int64)
+    position = tl.load(POSITIONS + row)
     page = tl.load(PAGES + row)
     offset = tl.load(OFFSETS + row)
-    angle = tl.load(POSITIONS + row) * D + tl.arange(0, HALF)
+
+    # All loads come before the first store, behind which they would wait.
+    head, column, is_query = _tile(BLOCK_Q, HQ, HALF, D)
+    source = QKV + row * qkv_row
+    query_at = source + head * D + column
+    q_low, q_high = _halves(query_at, is_query, D)
+    head, column, is_key = _tile(BLOCK_K, HK, HALF, D)
+    key_at = source + (HQ + head) * D + column
+    k_low, k_high = _halves(key_at, is_key, D)
+    v_low, v_high = _halves(key_at + HK * D, is_key, D)
+
+    angle = position * D + tl.arange(0, HALF)
     inside = tl.arange(0, HALF) < D // 2
     cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    source = QKV + row * qkv_row
+    q_low, q_high = _rotated(q_low, q_high, cos, sin, QUERY_NORM, eps, shift, D)
+    k_low, k_high = _rotated(k_low, k_high, cos, sin, KEY_NORM, eps, shift, D)
 
-    head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
-    at = source + head * D + column
-    low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, shift, D)
-    tl.store(at, low, mask=mask)
-    tl.store(at + D // 2, high, mask=mask)
-
-    head, column, mask = _tile(BLOCK_K, HK, HALF, D)
-    at = source + (HQ + head) * D + column
-    low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, shift, D)
-    tl.store(at, low, mask=mask)
-    tl.store(at + D // 2, high, mask=mask)
-    target = KEYS + page * key_page + head * key_head + offset * key_token + column
+    _store_halves(query_at, q_low, q_high, is_query, D)
+    _store_halves(key_at, k_low, k_high, is_key, D)
+    key_at = KEYS + page * key_page + head * key_head + offset * key_token + column
+    value_at = VALUES + page * value_page + head * value_head + offset * value_token + column
     if KEY_SCALES is None:
-        tl.store(target, low, mask=mask)
-        tl.store(target + D // 2, high, mask=mask)
+        _store_halves(key_at, k_low, k_high, is_key, D)
+        _store_halves(value_at, v_low, v_high, is_key, D)
     else:
         place = page * scale_page + head * scale_head + offset
-        _store_eight_bits(target, KEY_SCALES + place, low, high, mask, head < HK, D)
+        _store_eight_bits(key_at, KEY_SCALES + place, k_low, k_high, is_key, head < HK, D)
+        _store_eight_bits(value_at, VALUE_SCALES + place, v_low, v_high, is_key, head < HK, D)
 
-    at = source + (HQ + HK + head) * D + column
-    target = VALUES + page * value_page + head * value_head + offset * value_token + column
-    if VALUE_SCALES is None:
-        tl.store(target, tl.load(at, mask=mask), mask=mask)
-        tl.store(target + D // 2, tl.load(at + D // 2, mask=mask), mask=mask)
-    else:
-        place = page * scale_page + head * scale_head + offset
-        low = tl.load(at, mask=mask, other=0.0)
-        high = tl.load(at + D // 2, mask=mask, other=0.0)
-        _store_eight_bits(target, VALUE_SCALES + place, low, high, mask, head < HK, D)
+
+@triton.jit
+def _halves(AT, mask, D: tl.constexpr):
+    low = tl.load(AT, mask=mask, other=0.0)
+    high = tl.load(AT + D // 2, mask=mask, other=0.0)
+    return low, high
+
+
+@triton.jit
+def _store_halves(AT, low, high, mask, D: tl.constexpr):
+    tl.store(AT, low, mask=mask)
+    tl.store(AT + D // 2, high, mask=mask)
 
 
 @triton.jit
@@ -181,10 +189,8 @@ def _tile(BLOCK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.co
 
 
 @triton.jit
-def _rotate(AT, mask, cos, sin, NORM, eps, shift, D: tl.constexpr):
-    """Load the two halves of heads at AT, norm them if there is a NORM, and rotate them."""
-    low = tl.load(AT, mask=mask, other=0.0)
-    high = tl.load(AT + D // 2, mask=mask, other=0.0)
+def _rotated(low, high, cos, sin, NORM, eps, shift, D: tl.constexpr):
+    """Norm heads, given as halves, if there is a NORM, and rotate them."""
     dtype = low.dtype
     low = low.to(tl.float32)
     high = high.to(tl.float32)
