@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import write_model
-from processes import run_logged
+from processes import run_python
 from rollout_models import SHAPES, versions
 from rollout_work import Job, Workload, draw_prompts
 from torch import Tensor
@@ -119,9 +119,12 @@ def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> l
     log = asked.out / "vllm.log"
     environment = VLLM_ON_CPU if asked.device == "cpu" else {}
 
-    if not run_logged([str(script), str(asked.out)], log, environment, python=asked.vllm_python):
+    problem = run_python(
+        [str(script), str(asked.out)], log, environment=environment, python=asked.vllm_python
+    )
+    if problem:
         raise SystemExit(
-            "agreement.py: vLLM failed, see above. --vllm-python names an interpreter that has it."
+            f"agreement.py: vLLM failed: {problem}. --vllm-python names an interpreter that has it."
         )
 
     answer = json.loads((asked.out / "vllm.json").read_text(encoding="utf-8"))

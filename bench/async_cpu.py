@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from digit_task import WARMUP_STEPS, write_prompts
-from processes import run_python
+from processes import require_python
 from runs import read_metrics
 
 HERE = Path(__file__).resolve()
@@ -80,7 +80,7 @@ def run(given: argparse.Namespace, schedule: str, seed: int, folder: Path) -> li
         "BENCH_TOOL_S": str(given.tool_ms / 1000),
         "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}",
     }
-    run_python(
+    require_python(
         [*launcher, "-m", "verl.trainer.main_ppo", *keys], environment=environment, limit_s=LIMIT_S
     )
     return read_metrics(folder)

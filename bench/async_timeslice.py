@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import RandomPrompts, even_share, make_config, write_model
-from processes import run_limited
+from processes import run_python
 from rollout_models import SHAPES
 from schedule_sim import add_costs
 from timeslice_report import (
@@ -191,7 +191,7 @@ def prepare(given: argparse.Namespace, words: list[str]) -> None:
     is_whole = (folder / "tokenizer_config.json").is_file()  # written last
     if not is_whole:
         command = [SCRIPT, "--only", MODEL, *words]
-        problem = run_limited(command, given.out / "model.log", limit_s=given.limit_s)
+        problem = run_python(command, given.out / "model.log", limit_s=given.limit_s)
         if problem:
             raise SystemExit(f"The model was not written: {problem}")
 
@@ -212,7 +212,7 @@ def run_schedule(
     file = given.out / schedule / "run" / "metrics.jsonl"
     file.unlink(missing_ok=True)
 
-    problem = run_limited(command, given.out / f"{schedule}.log", limit_s=given.limit_s)
+    problem = run_python(command, given.out / f"{schedule}.log", limit_s=given.limit_s)
     lines = read_lines(file)
     tokens = sum(line["perf/total_num_tokens"] for line in lines)
     if problem is None and tokens != imposed_tokens(given):

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from processes import run_python
+from processes import require_python
 from runs import as_hugging_face, validation_scores
 
 from verl.data.toy import calculator_demos
@@ -56,7 +56,7 @@ def supervised_start(folder: Path, seed: int) -> Path:
     """Fine-tune on the demos and return a folder in Hugging Face format."""
     where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["file"]']
     seeds = [f"data.seed={seed}", f"trainer.seed={seed}"]
-    run_python(["-m", "verl.jobs.main_sft", *SUPERVISED, *where, *seeds])
+    require_python(["-m", "verl.jobs.main_sft", *SUPERVISED, *where, *seeds])
     (checkpoint,) = folder.glob("global_step_*")
     return as_hugging_face(checkpoint, folder / "model")
 

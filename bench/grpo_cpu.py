@@ -22,7 +22,7 @@ import torch
 from digit_task import WARMUP_STEPS, add_task_arguments
 from floor import Work, cached_bytes, measure_machine, read_shape, rollout_floor, update_floor
 from make_tiny_model import make
-from processes import run_python
+from processes import require_python
 
 HERE = Path(__file__).parent
 # A row of the table: its name, and which phases of ours and of TRL's make it up.
@@ -44,7 +44,7 @@ def run_side(
     command = [str(HERE / script), "--model", str(model), "--json", str(answer)]
     for name in ("steps", "prompts", "samples", "new", "lr", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    run_python(command, num_threads=arguments.threads)
+    require_python(command, num_threads=arguments.threads)
     return json.loads(answer.read_text(encoding="utf-8"))
 
 

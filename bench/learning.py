@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from processes import run_python
+from processes import require_python
 from runs import read_metrics
 
 GOAL = 0.8
@@ -47,7 +47,7 @@ def rewards_of(overrides: list[str], seed: int) -> list[float]:
             'trainer.logger=["file"]',
             f"trainer.seed={seed}",
         ]
-        run_python(["-m", "verl.trainer.main_ppo", *COMMON, *overrides, *where])
+        require_python(["-m", "verl.trainer.main_ppo", *COMMON, *overrides, *where])
         lines = read_metrics(Path(folder))
 
     return [line["critic/score/mean"] for line in lines if line["step"] > 0]

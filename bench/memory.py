@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from processes import run_limited
+from processes import run_python
 from rollout_models import versions, write_config
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -378,7 +378,7 @@ def main(words: Sequence[str] | None = None) -> int:
         # As the trainer is best run: rows of other lengths leave holes in torch's allocator
         # otherwise.
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        problem = run_limited(
+        problem = run_python(
             command, out / f"{name}.log", limit_s=arguments.limit_s, environment=environment
         )
         if problem is not None:

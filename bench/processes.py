@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 _ERROR_MARKS = ("Error", "Exception", "SystemExit")
 _LAUNCHER = "ChildFailedError"  # torchrun's own error, below the one of the rank that failed
 _LINE = 300
-_TAIL = 3000  # characters of a log
 _END_S = 40.0  # after SIGTERM; torchrun gives its ranks 30 s
 
 
@@ -62,7 +63,7 @@ def run_side(
 
     path = Path(__file__).with_name(script)
     command = [str(path), "--job", str(job_file), "--json", str(result_file)]
-    problem = run_limited(command, folder / f"{name}.log", limit_s=limit_s, environment=environment)
+    problem = run_python(command, folder / f"{name}.log", limit_s=limit_s, environment=environment)
     return problem or json.loads(result_file.read_text(encoding="utf-8"))
 
 
@@ -76,54 +77,51 @@ def side_arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_python(
+def require_python(
     arguments: Sequence[str],
     *,
     num_threads: int = 1,
     environment: Mapping[str, str] | None = None,
     limit_s: float | None = None,
 ) -> None:
-    """Run Python with `arguments`, and with `environment` on top of this process's own.
+    """Run Python as `run_python` does, for a benchmark that cannot go on without the result.
 
-    Raises SystemExit with the end of the output if it fails, or if it is not done after `limit_s`.
+    The log is a temporary file, which stays if the run fails. SystemExit then names it.
     """
-    command = [sys.executable, *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": str(num_threads), **(environment or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{' '.join(command)} is not done after {limit_s:.0f} s") from None
-
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} failed with code {done.returncode}:\n"
-            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    variables = {"OMP_NUM_THREADS": str(num_threads), **(environment or {})}
+    problem = run_python(arguments, folder / "log", limit_s=limit_s, environment=variables)
+    if problem:
+        raise SystemExit(f"{' '.join(arguments)}: {problem}")
+    shutil.rmtree(folder)
 
 
-def run_limited(
-    command: Sequence[str],
+def run_python(
+    arguments: Sequence[str],
     log: Path,
     *,
-    limit_s: float,
+    limit_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> str | None:
     """Run Python with its output in `log`. Return None, or one line that says why it failed.
 
-    At the limit the process and all that it started are ended: by SIGTERM, so that a launcher can
-    end the ranks that it put in sessions of their own, then by SIGKILL.
+    At the limit, or when this process is interrupted, the process and all that it started are
+    ended: by SIGTERM, so that a launcher can end the ranks that it put in sessions of their own,
+    then by SIGKILL.
+
+    Args:
+        arguments: a script or a module, and its own arguments.
+        log: file for both streams; its folder is made.
+        limit_s: seconds that it may take; None: no limit.
+        environment: on top of this process's own.
+        python: another interpreter.
     """
     start = time.perf_counter()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [python, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
@@ -135,37 +133,18 @@ def run_limited(
             seconds = time.perf_counter() - start
             _end(process)
             return f"not done after {seconds:.0f} s, killed; log: {log}"
+        except BaseException:
+            # A session of its own: the terminal's Ctrl-C has not reached it.
+            _end(process)
+            raise
 
     return None if code == 0 else f"{last_error(log)} (code {code}, log: {log})"
 
 
-def run_logged(
-    command: Sequence[str],
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    *,
-    python: str = sys.executable,
-) -> bool:
-    """Run Python with its output in `log`. If it fails, print the log's end and return False."""
-    with log.open("w", encoding="utf-8") as output:
-        done = subprocess.run(
-            [python, *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-        )
-    if done.returncode != 0:
-        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-        print(
-            f"{Path(command[0]).name} ended with code {done.returncode}; the end of {log}:\n{tail}",
-            flush=True,
-        )
-    return done.returncode == 0
-
-
 def _end(process: subprocess.Popen) -> None:
     """End a process and its group."""
-    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_END_S)
     with contextlib.suppress(ProcessLookupError):

@@ -28,7 +28,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from decode_step import print_decode_steps
 from floor import Machine, Shape, read_shape
-from processes import run_logged
+from processes import run_python
 from rollout_models import DTYPES, shape_of, write_config
 from rollout_plan import IN_EIGHT_BITS, NAMES, SCRIPTS, Plan, parse_plan, refuse_what_cannot_run
 from rollout_work import Job, Workload
@@ -42,9 +42,11 @@ def measure_machine(plan: Plan) -> Machine:
     if not plan.measure:
         return H200
     log = plan.out / "roofline.log"
-    if not run_logged([str(HERE / "roofline.py"), "--device", plan.device], log):
+    problem = run_python([str(HERE / "roofline.py"), "--device", plan.device], log)
+    if problem:
         raise SystemExit(
-            "The machine's speeds could not be measured. To go on without: --no-measure."
+            f"The machine's speeds could not be measured: {problem}. To go on without: "
+            "--no-measure."
         )
     return Machine(**json.loads(log.read_text(encoding="utf-8").splitlines()[-1]))
 
@@ -83,8 +85,11 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
 
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if plan.vllm_inproc else {}
     start = time.perf_counter()
-    if not run_logged(command, log, environment):
+    problem = run_python(command, log, environment=environment)
+    if problem:
+        print(f"{model}: {NAMES[engine]} FAILED: {problem}", flush=True)
         return None
+
     result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     result["process_s"] = time.perf_counter() - start
     print(f"{model}: {NAMES[engine]} done in {result['process_s']:.1f} s, log: {log}", flush=True)
@@ -203,11 +208,15 @@ def compare_eight_bits(
     log = plan.out / model / f"agreement_{kind}.log"
     command = [str(HERE / "agreement_eight_bits.py"), str(plan.out / model / "model")]
     command += ["--kind", kind]
-    if run_logged(command, log):
-        found["kl"] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
-        for weights, values in found["kl"].items():
-            shown = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-            print(f"{model}, {weights}: {shown}", flush=True)
+    problem = run_python(command, log)
+    if problem:
+        print(f"{model}: agreement in {kind} FAILED: {problem}", flush=True)
+        return found
+
+    found["kl"] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+    for weights, values in found["kl"].items():
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+        print(f"{model}, {weights}: {shown}", flush=True)
     return found
 
 

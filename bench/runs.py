@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import run_python
+from processes import require_python
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def as_hugging_face(checkpoint: Path, target: Path) -> Path:
     """Write the model of a checkpoint (global_step_N) to `target` in Hugging Face format."""
     places = ["--local_dir", str(checkpoint / "actor"), "--target_dir", str(target)]
-    run_python(["-m", "verl.jobs.main_merge", "merge", "--backend", "fsdp", *places])
+    require_python(["-m", "verl.jobs.main_merge", "merge", "--backend", "fsdp", *places])
     return target
 
 
@@ -34,7 +34,7 @@ def validation_scores(
     Returns:
         The metric of every validation, the first before any update.
     """
-    run_python(
+    require_python(
         [
             *("-m", "verl.trainer.main_ppo"),
             *keys,

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from processes import run_python
+from processes import require_python
 from runs import as_hugging_face, read_metrics, validation_scores
 
 from verl.data.shapes import shapes_file
@@ -58,7 +58,7 @@ def supervised_start(folder: Path, seed: int, epochs: int) -> Path:
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={folder / 'sft'}",
     ]
-    run_python(["-m", "verl.jobs.main_sft", *arguments])
+    require_python(["-m", "verl.jobs.main_sft", *arguments])
     step = halfway(folder / "sft")
     return as_hugging_face(folder / "sft" / f"global_step_{step}", folder / "model")
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import write_model
-from processes import run_limited, run_side
+from processes import run_python, run_side
 from rollout_models import SHAPES
 from rollout_work import parse_lengths
 from step_work import StepJob
@@ -340,7 +340,7 @@ def write_model_apart(arguments: argparse.Namespace) -> None:
         command.append("--tiny")
 
     log = arguments.out / "model.log"
-    problem = run_limited(command, log, limit_s=arguments.limit_s)
+    problem = run_python(command, log, limit_s=arguments.limit_s)
     if problem:
         raise SystemExit(f"step.py: the model could not be written: {problem}")
 

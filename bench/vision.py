@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import run_limited, run_side
+from processes import run_python, run_side
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -288,7 +288,7 @@ def measure_apart(folder: Path, name: str, arguments: Sequence[str]) -> dict[str
     """Run `measure` in a process of its own, with the arguments of this one."""
     result = folder.with_suffix(".json")
     command = [__file__, *arguments, "--only", name, "--folder", str(folder), "--json", str(result)]
-    problem = run_limited(command, LOGS / f"vision_{name}.log", limit_s=LIMIT_S)
+    problem = run_python(command, LOGS / f"vision_{name}.log", limit_s=LIMIT_S)
     if problem:
         raise SystemExit(f"vision.py: '{name}' gave no result: {problem}")
     return json.loads(result.read_text(encoding="utf-8"))

@@ -14,7 +14,6 @@ from hypothesis.strategies import integers, lists
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from floor import Machine, Shape, read_shape
-from processes import run_logged
 from rollout_hf import HF
 from rollout_models import write_config
 from rollout_ours import Ours
@@ -241,11 +240,15 @@ def test_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_p
     assert "| ours | 16,384 | 2.000 | 1.50 |" in capsys.readouterr().out
 
 
-def test_failing_process_shows_the_end_of_its_log(capsys, tmp_path):
+def test_engine_that_fails_is_named_with_its_reason(capsys, tmp_path, monkeypatch):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit('the reason')", encoding="utf-8")
-    assert not run_logged([str(script)], tmp_path / "log")
-    assert "the reason" in capsys.readouterr().out
+    monkeypatch.setitem(rollout.SCRIPTS, "ours", str(script))
+    plan = parse_plan(["--models", "tiny", "--lengths", "fixed:32", "--out", str(tmp_path)])
+    (tmp_path / "tiny").mkdir()
+
+    assert rollout.run_side(plan, "tiny", "ours") is None
+    assert "tiny: ours FAILED: the reason (code 1, log: " in capsys.readouterr().out
 
 
 def test_a_decode_step_is_the_difference_of_two_workloads(capsys, tmp_path):
