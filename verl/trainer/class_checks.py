@@ -1,4 +1,4 @@
-"""Check that the class of a trainer has the schedule and the step that a configuration needs."""
+"""Check that the class of a trainer does all that a configuration needs."""
 
 from typing import Any
 
@@ -15,7 +15,27 @@ _SCHEDULES = {
 }
 
 
-def check_mode(config: TrainConfig, kind: Any) -> None:
+def check_class(config: TrainConfig, kind: Any) -> None:
+    """Raise ConfigError if the class of a trainer lacks a schedule, step or policy of the run."""
+    _check_mode(config, kind)
+    _check_step(config, kind)
+    _check_partners(config, kind)
+
+
+def check_replay(config: TrainConfig, needs_old_log_probs: bool) -> None:
+    """Warn where the experts of `router_replay.mode=R2` are recorded by no pass."""
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "R2" and not needs_old_log_probs:
+        logger.warning(
+            "actor_rollout_ref.actor.router_replay.mode=R2 has no effect: it records experts in "
+            "the pass for old log-probs, which this run does not make. Set mode=R3 to record them "
+            "in the rollout; or have several updates a batch, by a smaller "
+            "actor_rollout_ref.actor.ppo_mini_batch_size or more ppo_epochs, without "
+            "algorithm.rollout_correction.bypass_mode."
+        )
+
+
+def _check_mode(config: TrainConfig, kind: Any) -> None:
     """Check that the trainer's class has the schedule that `trainer.mode` names."""
     asked = config.trainer.mode
     if asked != kind.mode:
@@ -25,7 +45,7 @@ def check_mode(config: TrainConfig, kind: Any) -> None:
         )
 
 
-def check_step(config: TrainConfig, kind: type) -> None:
+def _check_step(config: TrainConfig, kind: type) -> None:
     """Check that the class of a synchronous trainer has the step that the algorithm needs.
 
     Raises ConfigError where nothing in the class chooses rows: the steps of DAPO and ReMax do. An
@@ -46,7 +66,7 @@ def check_step(config: TrainConfig, kind: type) -> None:
             )
 
 
-def check_partners(config: TrainConfig, kind: Any) -> None:
+def _check_partners(config: TrainConfig, kind: Any) -> None:
     """Raise ConfigError for policies next to the actor that the trainer's class does not train."""
     partners = config.actor_rollout_ref.rollout.agent.partners
     if partners and not kind.trains_partners:
@@ -54,17 +74,4 @@ def check_partners(config: TrainConfig, kind: Any) -> None:
             "actor_rollout_ref.rollout.agent.policies names trained policies next to the actor "
             f"({', '.join(partners)}), which need verl.trainer.partners.PartnersTrainer or a "
             f"subclass, got {kind.__name__}."
-        )
-
-
-def check_replay(config: TrainConfig, needs_old_log_probs: bool) -> None:
-    """Warn where the experts of `router_replay.mode=R2` are recorded by no pass."""
-    mode = config.actor_rollout_ref.actor.router_replay.mode
-    if mode == "R2" and not needs_old_log_probs:
-        logger.warning(
-            "actor_rollout_ref.actor.router_replay.mode=R2 has no effect: it records experts in "
-            "the pass for old log-probs, which this run does not make. Set mode=R3 to record them "
-            "in the rollout; or have several updates a batch, by a smaller "
-            "actor_rollout_ref.actor.ppo_mini_batch_size or more ppo_epochs, without "
-            "algorithm.rollout_correction.bypass_mode."
         )

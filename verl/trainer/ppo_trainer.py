@@ -13,9 +13,9 @@ from verl.config.keywords import config_from_keywords
 from verl.diagnostics.parts import check_names, load_user_code
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture, GroupOf, OnTold, start
+from verl.single_controller import GroupFuture, GroupOf, OnTold
 from verl.tracking.samples import write_samples
-from verl.trainer import class_checks, scored, setup
+from verl.trainer import class_checks, overlap, scored, setup
 from verl.trainer.algorithm import (
     advantage_inputs,
     chosen_samples,
@@ -36,6 +36,7 @@ from verl.trainer.episodes import (
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.metrics import data_metrics, timing_metrics
+from verl.trainer.passes import start_passes
 from verl.trainer.pools import join_pool
 from verl.trainer.proposer import ScheduleProposer
 from verl.trainer.roles import RunOfRoles
@@ -43,7 +44,7 @@ from verl.trainer.timeline import write_timeline
 from verl.trainer.updates import update_actor, update_critic
 from verl.trainer.validation_pass import ValidationPass, validate_only
 from verl.utils.logging import show_log
-from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
+from verl.utils.phases import phase
 from verl.workers import ActorWorker
 
 # The columns that `generate` writes.
@@ -112,9 +113,7 @@ class PPOTrainer(RunOfRoles):
         super().__init__(config, setup.checkpoints_to_keep(config))
         load_user_code(config)
         check_names(config)
-        class_checks.check_mode(config, type(self))
-        class_checks.check_step(config, type(self))
-        class_checks.check_partners(config, type(self))
+        class_checks.check_class(config, type(self))
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         class_checks.check_replay(config, self.needs_old_log_probs())
@@ -226,12 +225,7 @@ class PPOTrainer(RunOfRoles):
 
         Gives the function that takes every response, or None.
         """
-        names = ("collect", "generate", "_generate", "score", "add_rm_scores")
-        are_declared = declared_phases(type(self), *names) is not None
-        # The reward of an episode also reads results that its agent loop gives at the end.
-        plays = self.config.actor_rollout_ref.rollout.uses_agents
-        is_free = are_declared and not plays
-        if is_free and setup.scores_row_by_row(self.config.reward_model, reward_fn):
+        if overlap.may_score_ahead(type(self), self.config, reward_fn):
             return reward_fn.ahead(prompts, n, first_row * n)
         return nullcontext()
 
@@ -345,30 +339,12 @@ class PPOTrainer(RunOfRoles):
 
         Does nothing if a phase is replaced by an undeclared one or the reward may change the batch.
         """
-        phases = declared_phases(type(self), "collect", "score", "evaluate_policies")
-        if phases is None:
-            return
-        collect, score, evaluate = phases
-        is_free = may_overlap(score, evaluate) and not collect.chooses_rows
-        if is_free and setup.leaves_batch_alone(self.config.reward_model, self.reward_fn):
+        if overlap.may_begin_passes(type(self), self.config, self.reward_fn):
             # the columns of now, whatever is added meanwhile
             self.begun = batch, self._start_passes(batch.select())
 
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
-        passes: dict[str, Callable[[DataProto], DataProto]] = {}
-        if self.needs_old_log_probs():
-            compute = self.actor_wg.compute_log_prob
-            if self.config.needs_sum_pi_squared:
-                compute = partial(compute, sum_pi_squared=True)
-            passes["old_log_prob"] = compute
-        if self.ref_policy_wg is not None:
-            passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
-        if self.teacher_wg is not None:
-            passes["teacher"] = self.teacher_wg.compute_teacher_log_prob
-        if self.critic_wg is not None:
-            passes["values"] = self.critic_wg.compute_values
-
-        return {name: start(compute, batch) for name, compute in passes.items()}
+        return start_passes(self, batch, with_old_log_probs=self.needs_old_log_probs())
 
     def needs_old_log_probs(self) -> bool:
         """Return whether a pass for the old log-probs is needed.
@@ -378,15 +354,9 @@ class PPOTrainer(RunOfRoles):
         """
         if self.config.algorithm.rollout_correction.needs_no_pass:
             return False
-
-        names = ("fit", "run_step", "step", "estimate_advantages", "update")
-        phases = declared_phases(type(self), *names)
-        estimator = declared_phase(self.estimator)
-        if phases is None or estimator is None:
+        if self.config.needs_old_log_probs or self.reads_old_log_probs:
             return True
-        if any("old_log_probs" in each.reads for each in (*phases, estimator)):
-            return True
-        return self.config.needs_old_log_probs or self.reads_old_log_probs
+        return overlap.may_read_old_log_probs(type(self), self.estimator)
 
     @phase(
         reads="token_level_scores response_mask ref_log_prob values uid",

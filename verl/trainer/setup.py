@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from verl import agents
-from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
+from verl.config import RolloutConfig, TrainConfig
 from verl.config.batch_rules import uneven_mini_batches
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
@@ -33,7 +33,7 @@ from verl.utils.devices import visible_device
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
-from verl.utils.phases import declared_phase, declared_phases, phase
+from verl.utils.phases import phase
 from verl.workers.trained import model_source
 
 
@@ -206,34 +206,6 @@ def build_loaders(
         prompt_key=data.prompt_key,
     )
     return train_loader, val_loader
-
-
-def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Check whether log-probs and values can be computed during the reward.
-
-    The reward must declare that it does not write into the batch, and must not drop samples.
-    """
-    if config.on_error in ("drop", "retry"):
-        return False
-    if config.launch_reward_fn_async is not None:
-        return config.launch_reward_fn_async
-    return _declares_no_change(reward_fn)
-
-
-def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Check whether responses can be scored as they finish: by a declared manager and no model."""
-    if config.enable or not isinstance(reward_fn, RewardManager):
-        return False
-    return _declares_no_change(reward_fn) and leaves_batch_alone(config, reward_fn)
-
-
-def _declares_no_change(reward_fn: Any) -> bool:
-    """Check the declarations of a reward: a function's, or those of a manager's methods."""
-    if isinstance(reward_fn, RewardManager):
-        phases = declared_phases(type(reward_fn), *RewardManager.DECLARED)
-        return phases is not None and all(each.leaves_batch_alone for each in phases)
-    declared = declared_phase(reward_fn)
-    return declared is not None and declared.leaves_batch_alone
 
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
