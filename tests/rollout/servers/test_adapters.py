@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cases import cases
-from tests.rollout.servers.test_servers import draw, largest_kl, rollout_on, updated_rollout
+from tests.rollout.servers.rollouts import draw, largest_kl, rollout_on, updated_rollout
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import tiny_vision_model
 from tests.workers.batches import CPU, actor_of, config

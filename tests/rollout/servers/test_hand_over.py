@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cases import cases
-from tests.rollout.servers.test_servers import (
+from tests.rollout.servers.rollouts import (
     FAULTS,
     PARAMS,
     assert_a_restart_is_noticed,

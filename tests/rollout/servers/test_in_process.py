@@ -13,8 +13,7 @@ from tests.cases import cases
 from tests.rollout.servers.conftest import untied_copy
 from tests.rollout.servers.fake import FakeServer
 from tests.rollout.servers.fake_vllm import modules
-from tests.rollout.servers.test_adapters import move as move_adapters
-from tests.rollout.servers.test_servers import (
+from tests.rollout.servers.rollouts import (
     check_abort_of_one_sample,
     check_redrawn,
     draw,
@@ -22,6 +21,7 @@ from tests.rollout.servers.test_servers import (
     largest_kl,
     move,
 )
+from tests.rollout.servers.test_adapters import move as move_adapters
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, R, actor_of, prompts
 from verl.config import config_from_dict

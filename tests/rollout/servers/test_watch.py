@@ -14,8 +14,7 @@ import torch
 import urllib3
 
 from tests.cases import cases
-from tests.rollout.servers.test_owned import install
-from tests.rollout.servers.test_servers import (
+from tests.rollout.servers.rollouts import (
     PARAMS,
     check_redrawn,
     draw,
@@ -24,6 +23,7 @@ from tests.rollout.servers.test_servers import (
     move,
     updated_rollout,
 )
+from tests.rollout.servers.test_owned import install
 from tests.tiny_models import tiny_tokenizer
 from tests.workers.batches import CPU, actor_of
 from verl.rollout.servers import watch
