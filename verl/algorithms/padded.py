@@ -41,24 +41,25 @@ def loss_settings(config: Any = None) -> dict[str, Any]:
             defaults), or None.
     """
     defaults = ActorConfig()
-    both = _field(config, "clip_ratio", defaults.clip_ratio)
+    both = setting_of(config, "clip_ratio", defaults.clip_ratio)
     settings = {
-        "clip_ratio_low": _field(config, "clip_ratio_low", both),
-        "clip_ratio_high": _field(config, "clip_ratio_high", both),
-        "clip_ratio_c": _field(config, "clip_ratio_c", defaults.clip_ratio_c),
+        "clip_ratio_low": setting_of(config, "clip_ratio_low", both),
+        "clip_ratio_high": setting_of(config, "clip_ratio_high", both),
+        "clip_ratio_c": setting_of(config, "clip_ratio_c", defaults.clip_ratio_c),
     }
 
-    policy_loss = _field(config, "policy_loss", {})
+    policy_loss = setting_of(config, "policy_loss", {})
     for name, default in asdict(defaults.policy_loss).items():
-        settings[name] = _field(policy_loss, name, default)
+        settings[name] = setting_of(policy_loss, name, default)
     settings |= settings.pop("loss_kwargs")
 
     settings["actor"] = config  # for users' padded losses, which take the section itself
     return settings
 
 
-def _field(section: Any, name: str, default: Any) -> Any:
-    value = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+def setting_of(section: Any, key: str, default: Any = None) -> Any:
+    """Return a value of a section, a mapping or an object; `default` if it is missing or None."""
+    value = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
     return default if value is None else value
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from verl.algorithms.padded import setting_of
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
-from verl.compat.configs import PFPPOConfig, setting_of
+from verl.compat.configs import PFPPOConfig
 from verl.compat.metrics import _compute_response_info
 from verl.compat.registries import get_adv_estimator_fn
 from verl.protocol import DataProto

@@ -128,9 +128,3 @@ def _made(value: Any, owner: Any, name: Any) -> Any:
         if is_dataclass(option):
             return omega_conf_to_dataclass(value, option)
     return value
-
-
-def setting_of(section: Any, key: str, default: Any = None) -> Any:
-    """Return a value of a section, a mapping or an object; `default` if it is missing or None."""
-    value = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
-    return default if value is None else value

@@ -23,10 +23,9 @@ from verl.algorithms.group_advantages import (
 )
 from verl.algorithms.kl import kl_penalty as estimated_kl
 from verl.algorithms.masked import agg_loss, aggregation_weights
-from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature
+from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature, setting_of
 from verl.algorithms.reinforce import reinforce_plus_plus, remax
 from verl.algorithms.value_losses import clipped_value_loss
-from verl.compat.configs import setting_of
 from verl.compat.tensors import entropy_from_logits
 from verl.utils.errors import ConfigError
 

@@ -7,7 +7,7 @@ from verl.config.keys import value_at
 from verl.config.policies import partner_role
 from verl.config.rule_table import Messages
 from verl.config.train import TrainConfig
-from verl.utils.launcher import LAUNCHED_RANKS
+from verl.utils.launcher import LAUNCHED_RANKS, launched_ranks
 
 # The roles that `trainer.placement` has keys for.
 ROLES = ("actor", "rollout", "critic", "reference", "reward_model", "teacher")
@@ -26,7 +26,7 @@ def number_of_ranks(config: TrainConfig) -> int:
     trainer = config.trainer
     if trainer.n_gpus_per_node is not None:
         return trainer.nnodes * trainer.n_gpus_per_node
-    launched = int(os.environ.get(LAUNCHED_RANKS) or os.environ.get("WORLD_SIZE", "1"))
+    launched = int(os.environ.get(LAUNCHED_RANKS) or launched_ranks())
     named = chain([0], *_given(config).values())
     return launched if launched > 1 else max(named) + 1
 

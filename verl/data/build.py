@@ -1,5 +1,6 @@
 """Build the datasets and samplers of a configuration."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,7 @@ def build_dataset(
     files = data_files(data, split)
     if files is None:
         return None
-    if data.custom_cls.path is None:
-        dataset: MapDataset = RLDataset(files, tokenizer, data, split=split, pictures=pictures)
-    else:
-        dataset = _custom_dataset(data, files, tokenizer, split, pictures)
+    dataset = _dataset_of(RLDataset, data, files, tokenizer, split, pictures)
     shuffle = data.shuffle if split == "train" else data.validation_shuffle
     limit_rows(dataset, data, split, shuffle=shuffle)
     return dataset
@@ -74,10 +72,7 @@ def build_sft_dataset(
     files = data.train_files if split == "train" else data.val_files
     if not files:
         return None
-    if data.custom_cls.path is None:
-        dataset: MapDataset = SFTDataset(files, tokenizer, data, split=split, pictures=pictures)
-    else:
-        dataset = _custom_dataset(data, files, tokenizer, split, pictures)
+    dataset = _dataset_of(SFTDataset, data, files, tokenizer, split, pictures)
     limit_rows(dataset, data, split, shuffle=data.shuffle and split == "train")
     return dataset
 
@@ -155,13 +150,18 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     return made
 
 
-def _custom_dataset(
+def _dataset_of(
+    usual: Callable[..., MapDataset],
     data: DataConfig | SFTDataConfig,
     files: Any,
     tokenizer: "PreTrainedTokenizerBase",
     split: str,
     pictures: PictureReader | None,
 ) -> MapDataset:
+    """Make a data set of the `usual` class, or of the one that `data.custom_cls` names."""
+    if data.custom_cls.path is None:
+        return usual(files, tokenizer, data, split=split, pictures=pictures)
+
     kind = load_extern_type(
         str(data.custom_cls.path), str(data.custom_cls.name), "data.custom_cls.path"
     )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.distributed.collectives import ALONE, Axis
 from verl.utils.errors import ConfigError
-from verl.utils.launcher import launched_rank
+from verl.utils.launcher import launched_rank, launched_ranks
 from verl.utils.rendezvous import env_store
 
 _MEET_S = 1800.0  # PyTorch's own limit for ranks to find each other
@@ -76,7 +76,7 @@ def init_mesh(
         ConfigError: a size does not divide the number of ranks, or torchrun's variables are
             incomplete.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else _launched_ranks()
+    world_size = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     _check_sizes(world_size, fsdp_size, sequence_parallel_size)
     device = _own_device(device)
     if world_size == 1 and not shard:
@@ -166,10 +166,6 @@ def _two_axes(device: torch.device, size: int, names: tuple[str, str]) -> tuple[
     return outer, inner
 
 
-def _launched_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _start_process_group(device: torch.device, world_size: int) -> None:
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if world_size == 1:
@@ -188,7 +184,7 @@ def _own_device(device: torch.device) -> torch.device:
     if device.type != "cuda":
         return device
     # LOCAL_RANK alone: a role may have one rank of many to itself.
-    if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:
+    if launched_ranks() > 1 or "LOCAL_RANK" in os.environ:
         # A launcher that hides the other ranks' devices leaves one, which is number 0 on every
         # rank.
         visible = torch.cuda.device_count()

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.errors import ConfigError
+from verl.utils.launcher import launched_ranks
 from verl.utils.rendezvous import LOOPBACK, free_port
 
 
@@ -23,7 +24,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return launched_ranks()
 
     @property
     def data_rank(self) -> int:

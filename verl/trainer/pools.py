@@ -2,7 +2,6 @@
 the same numbers."""
 
 import importlib
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from verl.single_controller import Worker, WorkerGroup, spmd
 from verl.single_controller.spmd import ResourcePool
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
+from verl.utils.launcher import launched_ranks
 from verl.utils.logging import logger
 
 # At most so long ranks wait for each other at start, and for a driver that does not answer.
@@ -52,7 +52,7 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
     """
     trainer = config.trainer
     ranks = number_of_ranks(config)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = launched_ranks()
     if launched > 1 and ranks != launched:
         raise ConfigError(
             f"torchrun launched {launched} ranks, but trainer.nnodes={trainer.nnodes} and "

@@ -46,12 +46,17 @@ def end_with_launcher() -> None:
     threading.Thread(target=_watch, args=(launcher, reported), name=_THREAD, daemon=True).start()
 
 
+def launched_ranks() -> int:
+    """Return the number of ranks that were launched together; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def launched_rank() -> tuple[int, int]:
     """Return (rank, world size) from the environment; (0, 1) in a process without a launcher.
 
     Raises ConfigError if torchrun's variables are incomplete.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_ranks()
     if world_size == 1:
         return 0, 1
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
