@@ -633,6 +633,15 @@ def test_a_missing_checkpoint_names_those_next_to_it(build: Load, tmp_path: Path
         build("trainer.resume_mode=resume_path", asked)
 
 
+@pytest.mark.parametrize("braces", ["{x}", "{trainer.mode}", "{", "{0}"])
+def test_braces_in_the_names_of_files_stay_as_they_are(build: Load, tmp_path: Path, braces: str):
+    (tmp_path / f"global_step_{braces}").mkdir()
+    asked = f"trainer.resume_from_path={tmp_path}/none"
+    with pytest.raises(ConfigError) as error:
+        build("trainer.resume_mode=resume_path", asked)
+    assert f"Found there: global_step_{braces}." in str(error.value)
+
+
 def test_configuration_built_in_code_is_validated():
     config = TrainConfig()
     config.actor_rollout_ref.model.path = "toy"
@@ -719,9 +728,13 @@ def test_messages_of_tables_name_keys_that_exist():
     for file in Path(verl.config.__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef) and is_table(function):
+                texts_of_rows = set[str]()
                 for node in ast.walk(function):
                     if isinstance(node, ast.Constant) and isinstance(node.value, str):
                         named |= {path for path, _ in KEY_IN_MESSAGE.findall(node.value)}
+                    elif isinstance(node, ast.Dict):
+                        texts_of_rows |= {ast.literal_eval(key) for key in node.keys if key}
+                named -= texts_of_rows
     assert len(named) > 20
     assert named <= known
 

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from verl.config.keys import value_at
@@ -10,7 +10,8 @@ from verl.config.keys import value_at
 # Takes the configuration of its root and yields contradictions: expectation, fact, way out.
 Messages = Iterator[str]
 Rule = Callable[[Any], Messages]
-Rows = Iterable[tuple[bool, str]]
+Row = tuple[bool, str] | tuple[bool, str, Mapping[str, str]]
+Rows = Iterable[Row]
 KEY_IN_MESSAGE = re.compile(r"\{([a-z_.]+)(=?)\}")
 
 
@@ -18,17 +19,26 @@ def table(rows: Callable[[Any], Rows]) -> Rule:
     """Make a rule of a function that returns rows.
 
     In a message, {trainer.mode} is the value of that key, and {trainer.mode=} is trainer.mode=sync.
+    A third entry of a row, {"found": text}, gives the text for {found}. Text that a user may have
+    written, such as a file's name, belongs there: in an f-string, its braces would be read as keys.
     """
 
     @functools.wraps(rows)
     def rule(config: Any) -> Messages:
-        def written(key: re.Match[str]) -> str:
-            path, equals = key.groups()
-            value = value_at(config, path)
-            return f"{path}={value}" if equals else str(value)
-
-        for is_met, message in rows(config):
+        for is_met, message, *more in rows(config):
             if is_met:
-                yield KEY_IN_MESSAGE.sub(written, message)
+                texts = more[0] if more else {}
+                yield _filled(message, config, texts)
 
     return rule
+
+
+def _filled(message: str, config: Any, texts: Mapping[str, str]) -> str:
+    """Replace the names in braces by the texts of that name, or by the values of these keys."""
+
+    def written(key: re.Match[str]) -> str:
+        path, equals = key.groups()
+        value = texts[path] if path in texts else value_at(config, path)
+        return f"{path}={value}" if equals else str(value)
+
+    return KEY_IN_MESSAGE.sub(written, message)

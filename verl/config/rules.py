@@ -245,7 +245,8 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Rows:
         (
             folder is not None and by_path and not Path(folder).is_dir(),
             "trainer.resume_from_path must be a global_step_N folder, found none at "
-            f"'{{trainer.resume_from_path}}'.{_checkpoints_next_to(folder)}",
+            "'{trainer.resume_from_path}'.{others}",
+            {"others": _checkpoints_next_to(folder)},
         ),
         (
             "://" in trainer.default_local_dir,
