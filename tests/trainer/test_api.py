@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from verl.models.load import load_tokenizer
 from verl.models.reward_model import RewardModel
 from verl.protocol import DataProto
 from verl.trainer import PPOTrainer, RLTrainer
-from verl.utils.errors import ConfigError, DataError, RewardError
+from verl.utils.errors import ConfigError, DataError, RewardError, WorkerError
 from verl.workers.reward_inputs import compute_reward
 
 ASKED = ["3 + 11 = ?", "2 + 5 = ?", "6 + 6 = ?"]
@@ -207,6 +208,45 @@ def test_noise_follows_the_seed(untrained):
 def test_prompts_that_cannot_be_answered_are_reported(untrained, prompts, message):
     with pytest.raises(DataError, match=message):
         untrained.rollout(prompts)
+
+
+def test_a_role_that_seems_to_be_misspelt_is_warned_of_once(untrained, caplog):
+    wrong = [{"role": "usr", "content": "1 + 1 = ?"}]
+    assert len(untrained.rollout([CHATS[0], wrong, wrong])) == 3
+    assert caplog.text.count("did you mean") == 1
+    assert (
+        "Prompt 1: message 0 has the role 'usr'; did you mean 'user'? (2 prompts have it)"
+    ) in caplog.text
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5])
+def test_a_seed_is_a_whole_number(untrained, seed):
+    with pytest.raises(ConfigError, match=r"rollout\(seed=...\) must be a whole number or None"):
+        untrained.rollout(ASKED, seed=seed)
+
+
+def test_calls_of_other_threads_wait_for_each_other(untrained):
+    expected = untrained.rollout(ASKED, greedy=True)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(untrained.rollout, ASKED, greedy=True) for _ in range(8)]
+    assert [call.result() for call in calls] == [expected] * 8
+
+
+def test_a_rollout_of_another_thread_cannot_end_the_training(tmp_path):
+    refused = []
+
+    def reward(batch, return_dict=False):
+        with ThreadPoolExecutor(1) as pool:
+            refused.append(pool.submit(trainer.rollout, ASKED).exception())
+        return {"reward_tensor": torch.zeros(batch.batch["responses"].shape)}
+
+    trainer = RLTrainer(
+        {**TOY, "trainer.default_local_dir": str(tmp_path)}, reward_fn=reward, test_freq=-1
+    )
+    assert trainer.train()["training/global_step"] == 2
+    assert all(isinstance(error, WorkerError) for error in refused)
+    assert "rollout() was called while train() of the same trainer runs" in str(refused[0])
+    assert len(trainer.rollout(ASKED)) == 3
 
 
 def test_a_prompt_is_truncated_if_the_data_settings_allow_it(untrained, monkeypatch):

@@ -1,6 +1,7 @@
 """Find roles of messages that seem to be misspelt: many chat templates write any role."""
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from verl.data.chat import USUAL_ROLES, Messages
@@ -15,7 +16,7 @@ _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "
 
 
 class RoleCheck:
-    """Collects the doubtful roles of a file, to warn of each once.
+    """Collects the doubtful roles of a file or of a call, to warn of each once.
 
     A role is doubtful if it is close to a usual one, or the name of one in another format. A role
     that the chat template names in quotes is one of its own, and not doubtful.
@@ -38,19 +39,26 @@ class RoleCheck:
                 rows.append(row)
 
     def warn(self, file: str, column: str) -> None:
-        """Log a warning for each role that was noted."""
+        """Log a warning for each role that was noted in the rows of a file."""
+        self.warn_at(lambda row: f"{file}, row {row}, column '{column}'", "rows of this file")
+
+    def warn_at(self, place: Callable[[int], str], rows_are: str) -> None:
+        """Log a warning for each role that was noted.
+
+        Args:
+            place: describes a row, as the warning begins.
+            rows_are: name of several rows, such as "prompts".
+        """
         for role, rows in self._rows.items():
             others = ""
             if len(rows) > 1:
-                others = f" ({len(rows)} rows of this file have it)"
+                others = f" ({len(rows)} {rows_are} have it)"
 
             logger.warning(
-                "%s, row %d, column '%s': message %d has the role '%s'; did you mean '%s'?%s The "
-                "chat template does not name it, so the model reads a role that it may not know. "
-                "The usual roles are %s. Rename it, or set a template that names it.",
-                file,
-                rows[0],
-                column,
+                "%s: message %d has the role '%s'; did you mean '%s'?%s The chat template does not "
+                "name it, so the model reads a role that it may not know. The usual roles are %s. "
+                "Rename it, or set a template that names it.",
+                place(rows[0]),
                 self._first[role],
                 role,
                 usual_role(role),

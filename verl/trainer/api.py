@@ -1,10 +1,9 @@
 """Training from a program or a notebook: one object that trains, rolls out and scores."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +13,17 @@ from verl.config.keys import keys_of, value_at
 from verl.config.keywords import assign, config_from_keywords, with_options
 from verl.config.placement import ranks_of_roles
 from verl.config.rules import training_data_is_named
-from verl.data.chat import apply_chat_template, as_messages
-from verl.data.collate import collate
-from verl.data.pictures import PictureReader
-from verl.data.rl_dataset import check_prompt, cut_prompt
 from verl.diagnostics.parts import load_user_code
 from verl.diagnostics.view.notebook import Page, load_run
-from verl.models.pictures import pictures_of
 from verl.protocol import DataProto
 from verl.tracking.console import step_line
 from verl.tracking.records import FOLDER
 from verl.trainer import setup
+from verl.trainer.asked_prompts import AskedPrompts, listed
 from verl.trainer.episodes import whole_episodes
+from verl.trainer.one_call import OneCall
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
-from verl.utils.column_dicts import object_column
 from verl.utils.errors import ConfigError, DataError, WorkerError
 from verl.utils.logging import show_log
 from verl.workers.reward_inputs import compute_reward
@@ -123,6 +118,7 @@ class RLTrainer:
             val_dataset=val_dataset,
         )
         self.has_models = self.has_trained = False
+        self._calls = OneCall()
 
     # ---------------------------------------------------------------- properties
 
@@ -180,31 +176,18 @@ class RLTrainer:
 
         Returns:
             A dict of metrics that prints as one line.
+
+        Raises:
+            ConfigError: `train` has run already, or a size does not fit.
+            DataError: the configuration names no training data.
+            WorkerError: it runs in another thread now.
         """
-        if self.has_trained:
-            way_on = "it begins anew, because no checkpoint was written (trainer.save_freq)"
-            if self.ppo.checkpoints.newest_name() is not None:
-                way_on = (
-                    "with a larger trainer.total_training_steps it goes on from the newest "
-                    "checkpoint"
-                )
-            raise ConfigError(
-                f"train() has run already, to step {self.ppo.global_step} of "
-                f"{self.ppo.total_steps}. Make a new RLTrainer: {way_on}."
+        with self._calls.of("train"):
+            return self._train(
+                micro_batch_size=micro_batch_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                amp=amp,
             )
-
-        if self.missing is not None:
-            raise DataError(self.missing)
-        self._set_options(
-            micro_batch_size=micro_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            amp=amp,
-        )
-        self._load_models()
-
-        self.has_trained = True
-        self.ppo.fit()
-        return StepMetrics(self.metrics)
 
     def rollout(
         self,
@@ -235,18 +218,23 @@ class RLTrainer:
             DataError: no prompt is given, or one is not a prompt or too long; the message has its
                 number.
             RolloutError: the engine did not answer every prompt.
+            WorkerError: `train` runs in another thread.
         """
         if not isinstance(n, Integral) or n < 1:
             raise ConfigError(f"rollout(n=...) must be a whole number, at least 1, got {n!r}.")
-        batch = self._prompts(prompts)
-        self._load_models()
+        if seed is None:
+            seed = self.rollout_config.seed + 2  # training has the first, validation the second
+        if not isinstance(seed, Integral):
+            raise ConfigError(f"rollout(seed=...) must be a whole number or None, got {seed!r}.")
 
+        batch = self._asked.batch(prompts)
         params = setup.sampling_params(self.rollout_config)
         if greedy:
             params = replace(params, temperature=0.0)
-        if seed is None:
-            seed = self.rollout_config.seed + 2  # training has the first, validation the second
-        batch = self.ppo._generate(batch, n, params, seed, step=0)
+        with self._calls.of("rollout"):
+            self._load_models()
+            batch = self.ppo._generate(batch, n, params, int(seed), step=0)
+
         if as_batch:
             return batch
 
@@ -286,6 +274,7 @@ class RLTrainer:
             RewardError: a response is empty or too long, or has no finite score; the message has
                 its number.
             ConfigError: nothing here can score these responses.
+            WorkerError: `train` runs in another thread, and its models or its manager score these.
         """
         columns = {
             "data_source": data_source,
@@ -298,16 +287,18 @@ class RLTrainer:
                 {"prompts": prompts, **columns},
                 "for texts, but the responses are a batch with columns of its own",
             )
-            if by_model:
-                self._load_models()
-            return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
+            with self._calls.of("compute_reward"):
+                if by_model:
+                    self._load_models()
+                return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
 
         if by_model:
             _refuse_unread(
                 columns, "for texts and a reward function, but here the reward model scores"
             )
-            self._load_models()
-            return compute_reward(self._reward_model, responses, prompts)
+            with self._calls.of("compute_reward"):
+                self._load_models()
+                return compute_reward(self._reward_model, responses, prompts)
 
         if self.has_own_reward:
             raise ConfigError(
@@ -316,7 +307,7 @@ class RLTrainer:
             )
 
         return self._reward_function.score(
-            _listed("compute_reward", "responses", responses), prompts, columns
+            listed("compute_reward", "responses", responses), prompts, columns
         )
 
     def show(self, *, height: int = 700) -> Page:
@@ -339,8 +330,8 @@ class RLTrainer:
     # ---------------------------------------------------------------- parts
 
     @cached_property
-    def _pictures(self) -> PictureReader | None:
-        return setup.picture_reader(self.config, self.tokenizer)
+    def _asked(self) -> AskedPrompts:
+        return AskedPrompts(self.config, self.tokenizer)
 
     @cached_property
     def _reward_model(self) -> RewardModelScorer:
@@ -349,6 +340,28 @@ class RLTrainer:
     @cached_property
     def _reward_function(self) -> FunctionScorer:
         return FunctionScorer(self.config, self.tokenizer)
+
+    def _train(self, **options: Any) -> "StepMetrics":
+        if self.has_trained:
+            way_on = "it begins anew, because no checkpoint was written (trainer.save_freq)"
+            if self.ppo.checkpoints.newest_name() is not None:
+                way_on = (
+                    "with a larger trainer.total_training_steps it goes on from the newest "
+                    "checkpoint"
+                )
+            raise ConfigError(
+                f"train() has run already, to step {self.ppo.global_step} of "
+                f"{self.ppo.total_steps}. Make a new RLTrainer: {way_on}."
+            )
+
+        if self.missing is not None:
+            raise DataError(self.missing)
+        self._set_options(**options)
+        self._load_models()
+
+        self.has_trained = True
+        self.ppo.fit()
+        return StepMetrics(self.metrics)
 
     def _load_models(self) -> None:
         if not self.has_models:
@@ -374,67 +387,6 @@ class RLTrainer:
         assign(self.config, changed)
         if self.has_models:
             self.ppo.renew_sizes()
-
-    def _prompts(self, prompts: Any) -> DataProto:
-        """Build a batch of prompts, none too long."""
-        if isinstance(prompts, DataProto) and len(prompts):
-            return self._fitted_batch(prompts)
-
-        rows = []
-        for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
-            try:
-                row = self._encoded(prompt)
-            except DataError as error:
-                raise DataError(f"Prompt {number} {error}.") from error
-            row["raw_prompt_ids"] = self._fitted(
-                number, row["raw_prompt_ids"], has_pictures=bool(row.get("prepared_pictures"))
-            )
-            row["index"] = number
-            rows.append(row)
-
-        return collate(rows)
-
-    def _encoded(self, prompt: Any) -> dict[str, Any]:
-        """Return a prompt's columns: token ids, messages, and pictures if the model reads them."""
-        check_prompt(prompt, reads_pictures=self._pictures is not None)
-        if self._pictures is None:
-            messages = as_messages(prompt)
-            ids = apply_chat_template(self.tokenizer, messages)
-            return {"raw_prompt_ids": ids, "raw_prompt": messages}
-        ids, messages, pictures = self._pictures.encode(prompt, None, Path())
-        return {"raw_prompt_ids": ids, "raw_prompt": messages, "prepared_pictures": pictures}
-
-    def _fitted_batch(self, prompts: DataProto) -> DataProto:
-        if "raw_prompt_ids" not in prompts.non_tensor_batch:
-            raise DataError(
-                "A batch for rollout needs the object column raw_prompt_ids (lists of token "
-                f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or chats."
-            )
-
-        batch = prompts.select()
-        pictures = pictures_of(batch)
-        fitted = []
-        for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"]):
-            fitted.append(self._fitted(number, ids, has_pictures=bool(pictures[number])))
-        batch.non_tensor_batch["raw_prompt_ids"] = object_column(fitted)
-        return batch
-
-    def _fitted(self, number: int, ids: list[int], *, has_pictures: bool) -> list[int]:
-        """Return the tokens of a prompt, cut where `data.truncation` allows it."""
-        limit = self.config.data.max_prompt_length
-        truncation = self.config.data.truncation
-        if len(ids) <= limit:
-            return ids
-
-        if truncation == "error" or has_pictures:
-            way = "set data.truncation=left, right or middle to have it cut."
-            if has_pictures:
-                way = "make the pictures smaller: prompts with pictures are never cut."
-            raise DataError(
-                f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
-                f"Raise it, or {way}"
-            )
-        return cut_prompt(ids, limit, truncation, "Prompts of rollout()")
 
 
 class StepMetrics(dict[str, float]):
@@ -466,16 +418,6 @@ class LiveRole:
                 "of transformers)."
             )
         return self.group.worker.engine.hf_model
-
-
-def _listed(call: str, contents: str, given: Any) -> list[Any]:
-    """Return the entries of a list or another iterable; raise DataError for one text or mapping."""
-    entries = []
-    if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto)):
-        entries = list(given)
-    if not entries:
-        raise DataError(f"{call} needs a list of {contents}, at least one, got {given!r:.80}.")
-    return entries
 
 
 def _refuse_unread(columns: Mapping[str, Any], reason: str) -> None:
