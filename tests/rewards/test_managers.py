@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -27,7 +28,7 @@ from verl.rewards.managers import (
     reward_managers,
 )
 from verl.rewards.processes import ProcessFunction
-from verl.rewards.results import check_result
+from verl.rewards.results import call_reward, checked_result
 from verl.utils.errors import ConfigError, RewardError
 
 FILE = """
@@ -512,7 +513,7 @@ def test_a_buffer_must_fit_the_response(length, longest):
 def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     responses = torch.zeros(2, 3)
     good = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"a": [1, 2]}}
-    check_result(good, responses)
+    assert checked_result(good, responses)["reward_extra_info"] == {"a": [1, 2]}
 
     for change, message in (
         ({"reward_tensor": torch.ones(2)}, r"shape \(2, 3\), got torch.float32 of shape \(2,\)"),
@@ -532,13 +533,51 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
             r"'a' must have one entry for each of 2 responses, got\s+1",
         ),
         ({"reward_extra_info": {"a": 3}}, "'a' must have one entry for each of 2 .* got 3"),
+        ({"reward_extra_info": {"a": "ab"}}, "'a' must have one entry for each of 2 .* got 'ab'"),
+        ({"reward_extra_info": None}, "reward_extra_info must be a dict of lists .* got None"),
+        ({"reward_extra_info": [1, 2]}, r"must be a dict of lists .* by name, got \[1, 2\]"),
+        ({"reward_extra_info": {1: [1, 2]}}, r"by name, got \{1: \[1, 2\]\}"),
+        ({"metrics": [1]}, r"metrics must be a dict of numbers by name, got \[1\]"),
+        ({"metrics": {"mine": "a"}}, "metric 'mine' must be a number, got 'a' of type str"),
+        ({"metrics": {"mine": torch.ones(2)}}, "metric 'mine' must be a number, .* of type Tensor"),
+        ({"dropped": 1}, "dropped must be a list of rows, got 1"),
+        ({"dropped": ["a"]}, "dropped rows must be among the 2 of the batch, from 0, got a"),
         ({"dropped": [0, 2]}, "dropped rows must be among the 2 of the batch, from 0, got 2"),
     ):
         with pytest.raises(RewardError, match=message):
-            check_result(good | change, responses)
+            checked_result(good | change, responses)
 
     with pytest.raises(RewardError, match="of shape"):
-        check_result(torch.ones(2, 3), responses)
+        checked_result(torch.ones(2, 3), responses)
+
+
+def test_a_result_comes_in_one_form():
+    result = {
+        "reward_tensor": torch.ones(2, 3, dtype=torch.float64, requires_grad=True),
+        "reward_extra_info": {"a": torch.tensor([0.5, 1.5]), "b": np.array([1, 2]), "c": (1, "x")},
+        "metrics": {"mine/x": torch.tensor([3.0]), "mine/y": np.float32(0.5)},
+        "dropped": torch.tensor([1]),
+    }
+    checked = checked_result(result, torch.zeros(2, 3))
+    scores = checked.pop("reward_tensor")
+    assert scores.dtype == torch.float32
+    assert not scores.requires_grad
+    assert checked == {
+        "reward_extra_info": {"a": [0.5, 1.5], "b": [1, 2], "c": [1, "x"]},
+        "metrics": {"mine/x": 3.0, "mine/y": 0.5},
+        "dropped": [1],
+    }
+
+
+def test_an_error_of_a_program_s_own_reward_names_it_and_its_line():
+    def own(batch, return_dict=False):
+        return 1 / 0
+
+    with pytest.raises(
+        RewardError,
+        match=r"The reward '.*own' \(.*test_managers.py\) raised ZeroDivisionError in line",
+    ):
+        call_reward(own, make_batch(["a"]))
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_scores_of_the_log_count_an_episode_once():
     assert metrics["critic/score/mean"] == pytest.approx(0.5)
     assert metrics["critic/rewards/mean"] == pytest.approx(0.5)
     assert agent_metrics(batch)["num_turns/mean"] == 4.0
-    result = {"reward_extra_info": {"acc": [0.0, 0.0, 0.0, 1.0]}}
+    result = {"reward_extra_info": {"acc": [0.0, 0.0, 0.0, 1.0]}, "metrics": {}}
     assert reward_metrics(result, [2, 3]) == {"reward/acc/mean": 0.5}
 
 

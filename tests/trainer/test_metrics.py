@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
+from verl.rewards.results import checked_result
 from verl.trainer import scored
 from verl.trainer.metrics import data_metrics, explained_variance, timing_metrics
 from verl.trainer.rows import group_numbers
@@ -193,12 +195,16 @@ def test_best_is_never_below_the_mean_and_order_does_not_matter(rows):
 # ---- fields of a reward in the batch -------------------------------------------------------------
 
 
+def record(batch: DataProto, result: dict[str, Any]) -> dict[str, Any]:
+    checked = checked_result(result, batch.batch["responses"])
+    scored.record_scores(batch, checked)
+    return checked
+
+
 def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     batch = batch_of()
     extra = {"pred": ["1", None, "3"], "uid": [0, 0, 0], "matrix": [np.ones(2)] * 3}
-    scored.record_scores(
-        batch, {"reward_tensor": torch.ones(3, 4), "reward_extra_info": extra, "dropped": [1]}
-    )
+    record(batch, {"reward_tensor": torch.ones(3, 4), "reward_extra_info": extra, "dropped": [1]})
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a", "b"]
     assert list(batch.non_tensor_batch["pred"]) == ["1", None, "3"]
     assert batch.non_tensor_batch["matrix"].shape == (3,)
@@ -209,14 +215,16 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
 
 def test_record_scores_takes_scores_alone_and_computes_in_float32():
     batch = batch_of()
-    scored.record_scores(batch, {"reward_tensor": torch.ones(3, 4, dtype=torch.bfloat16)})
-    assert batch.batch["token_level_scores"].dtype == torch.float32
-    assert scored.reward_metrics({"reward_tensor": torch.ones(3, 4)}) == {}
+    scores = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert scored.reward_metrics(record(batch, {"reward_tensor": scores})) == {}
+    written = batch.batch["token_level_scores"]
+    assert written.dtype == torch.float32
+    assert not written.requires_grad, "the record of the run cannot write it"
 
 
 def test_record_scores_rejects_a_batch_without_any_score():
     with pytest.raises(RewardError, match="All samples of this step were dropped"):
-        scored.record_scores(
+        record(
             batch_of(),
             {"reward_tensor": torch.zeros(3, 4), "reward_extra_info": {}, "dropped": [0, 1, 2]},
         )
@@ -230,7 +238,7 @@ def test_record_scores_names_an_unsupported_field_of_a_custom_manager():
     with pytest.raises(
         RewardError, match="field 'match' of row 1 is of type Match and cannot be sent"
     ):
-        scored.record_scores(batch_of(), result)
+        record(batch_of(), result)
 
 
 def test_reward_metrics_are_means_of_numeric_fields():

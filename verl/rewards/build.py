@@ -12,8 +12,9 @@ from verl.rewards.outcome import RewardFunction
 from verl.rewards.remote import Judge, SandboxService
 from verl.rewards.rules import with_options
 from verl.rewards.sandbox.runner import CodeRunner, LocalRunner
-from verl.utils.errors import ConfigError
+from verl.utils.errors import ConfigError, RewardError
 from verl.utils.signatures import keywords_of, takes_any_keyword
+from verl.utils.user_parts import NamedPart
 
 # Arguments of a manager that `reward_kwargs` cannot set.
 _NOT_KEYWORDS = {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
@@ -23,7 +24,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
     """Build the configured reward manager around the user's function, the judge or the rules.
 
     Raises ConfigError for an entry of `reward_kwargs`, a reward function or a judge that the
-    manager does not accept.
+    manager does not accept, and RewardError for a manager that raises when it is made.
     """
     section = config.reward_model
     manager = reward_managers.get(section.reward_manager)
@@ -69,7 +70,9 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
 
     # A user's manager gets those of our settings that its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
-    return manager(tokenizer, **{**taken, **section.reward_kwargs})
+    part = NamedPart("reward manager", section.reward_manager, manager, RewardError)
+    with part.naming_errors():
+        return manager(tokenizer, **{**taken, **section.reward_kwargs})
 
 
 def _accepted(manager: Callable[..., Any]) -> set[str] | None:

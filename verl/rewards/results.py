@@ -1,17 +1,20 @@
 """Check the results of reward functions and managers, and read the data that they get."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from verl.protocol import DataProto
 from verl.rewards.fields import fault_of, shown
 from verl.rewards.outcome import Outcome
 from verl.rewards.texts import describe_briefly, on_one_line
 from verl.utils.errors import ConfigError, RewardError
+from verl.utils.user_parts import NamedPart
 
 # Advantages and their means are computed in float32: the squares of a million scores of this size
 # still have a finite sum there.
@@ -35,14 +38,57 @@ def without_nan(value: Any) -> Any:
     return None if is_nan else value
 
 
-def check_result(result: Any, responses: Tensor) -> None:
-    """Check that a manager's result under `return_dict` matches the (B, R) responses.
+def call_reward(reward_fn: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
+    """Score B responses with a reward manager, or with a function of a program.
+
+    Returns the `checked_result`. Raises RewardError for a wrong one, and with the name, file and
+    line of a function that raised.
+    """
+    name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
+    with NamedPart("reward", name, reward_fn, RewardError).naming_errors():
+        result = reward_fn(batch, return_dict=True)
+    return checked_result(result, batch.batch["responses"])
+
+
+def checked_result(result: Any, responses: Tensor) -> dict[str, Any]:
+    """Return a manager's result under `return_dict`, in one form.
+
+    Returns:
+        A dict: "reward_tensor", (B, R) float32 without a gradient, on the device of `responses`;
+        "reward_extra_info", name -> list of B; "metrics", name -> float; "dropped", row numbers.
 
     Raises:
         RewardError: the scores are not finite, too large for advantages, or no floats of shape
-            (B, R), a field does not have one allowed value for each response, or a dropped row is
-            none of the batch.
+            (B, R), a field does not have one allowed value for each response, a metric is no
+            number, or a dropped row is none of the batch.
     """
+    scores = _scores_in(result, responses)
+    fields = {}
+    for name, values in _named_entries(result, "reward_extra_info", "lists of B values").items():
+        fields[name] = _checked_field(name, values, len(responses))
+
+    metrics = {}
+    for name, value in _named_entries(result, "metrics", "numbers").items():
+        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) == 1:
+            value = value.item()
+        if not isinstance(value, Real):
+            raise RewardError(
+                f"The reward's metric '{name}' must be a number, got {shown(value)} of type "
+                f"{type(value).__name__}. One value for each response belongs into "
+                "reward_extra_info."
+            )
+        metrics[name] = float(value)
+
+    return {
+        "reward_tensor": scores.detach().to(responses.device, torch.float32),
+        "reward_extra_info": fields,
+        "metrics": metrics,
+        "dropped": _dropped_rows(result, len(responses)),
+    }
+
+
+def _scores_in(result: Any, responses: Tensor) -> Tensor:
+    """Return the (B, R) scores of a result, after a check of each."""
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if (
         not isinstance(tensor, Tensor)
@@ -64,24 +110,53 @@ def check_result(result: Any, responses: Tensor) -> None:
     for row, magnitude in enumerate(largest):
         if fault := _fault_of_score(magnitude):
             raise RewardError(f"The reward of row {row} is {magnitude:g}, {fault}.")
+    return tensor
 
-    for name, values in result.get("reward_extra_info", {}).items():
-        found = len(values) if isinstance(values, Collection) else shown(values)
-        if found != len(responses):
-            raise RewardError(
-                f"The reward's field '{name}' must have one entry for each of {len(responses)} "
-                f"responses, got {found}."
-            )
-        for row, value in enumerate(values):
-            if fault := fault_of(value):
-                raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
 
-    unknown = sorted(set(result.get("dropped", ())).difference(range(len(responses))))
+def _named_entries(result: Mapping[str, Any], key: str, contents: str) -> Mapping[str, Any]:
+    """Return the dict under a key of a result, empty where it has none."""
+    entries = result.get(key, {})
+    if isinstance(entries, Mapping) and all(isinstance(name, str) for name in entries):
+        return entries
+    raise RewardError(
+        f"The reward's {key} must be a dict of {contents} by name, got {shown(entries)}. Leave it "
+        "out where there are none."
+    )
+
+
+def _checked_field(name: str, values: Any, num_responses: int) -> list[Any]:
+    """Return the B values of a field as a list; those of a tensor are Python's own."""
+    if isinstance(values, Tensor) and values.ndim:
+        values = values.tolist()
+    is_column = isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping)
+    found = len(values) if is_column else shown(values)
+    if found != num_responses:
+        raise RewardError(
+            f"The reward's field '{name}' must have one entry for each of {num_responses} "
+            f"responses, got {found}."
+        )
+
+    for row, value in enumerate(values):
+        if fault := fault_of(value):
+            raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
+    return list(values)
+
+
+def _dropped_rows(result: Mapping[str, Any], num_responses: int) -> list[int]:
+    """Return the numbers of the dropped rows, each one of the batch."""
+    dropped = result.get("dropped", ())
+    if isinstance(dropped, Tensor | np.ndarray):
+        dropped = dropped.tolist()
+    if not isinstance(dropped, Collection):
+        raise RewardError(f"The reward's dropped must be a list of rows, got {shown(dropped)}.")
+
+    unknown = [row for row in dropped if row not in range(num_responses)]
     if unknown:
         raise RewardError(
-            f"The reward's dropped rows must be among the {len(responses)} of the batch, from 0, "
+            f"The reward's dropped rows must be among the {num_responses} of the batch, from 0, "
             f"got {unknown[0]}."
         )
+    return [int(row) for row in dropped]
 
 
 def no_such_field(metric: str, returned: Iterable[str]) -> ConfigError:

@@ -105,8 +105,9 @@ class RLTrainer:
 
         if self.missing is not None:
             load_user_code(self.config)
-            tokenizer = tokenizer or setup.build_tokenizer(self.config)
-            reward_fn = reward_fn or setup.build_reward(self.config, tokenizer, num_examine=0)
+            tokenizer = setup.actor_tokenizer(self.config, tokenizer)
+            if reward_fn is None:
+                reward_fn = setup.build_reward(self.config, tokenizer, num_examine=0)
             train_dataset = _NoRows(self.config.data.train_batch_size)
 
         self.ppo = trainer_class(self.config)(
@@ -438,4 +439,4 @@ class _NoRows:
         return self.num_rows
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        raise AssertionError("nothing reads rows before `train`, which is refused")
+        return {}  # for checks at start; `train` is refused before it reads rows

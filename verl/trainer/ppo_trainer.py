@@ -12,6 +12,7 @@ from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
 from verl.diagnostics.parts import check_names, load_user_code
 from verl.protocol import DataProto
+from verl.rewards.results import call_reward
 from verl.rollout.types import SamplingParams
 from verl.single_controller import GroupFuture, GroupOf, OnTold
 from verl.tracking.samples import write_samples
@@ -120,13 +121,11 @@ class PPOTrainer(RunOfRoles):
 
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
-        self.tokenizer = tokenizer or setup.build_tokenizer(config)
+        self.tokenizer = setup.actor_tokenizer(config, tokenizer)
         setup.check_stops(config, self.tokenizer)
         setup.check_rollout_model(config, self.device)
-        self.reward_fn = reward_fn or setup.training_reward(config, self.tokenizer)
-        self.val_reward_fn = val_reward_fn or setup.build_reward(
-            config, self.tokenizer, num_examine=1
-        )
+        self.reward_fn = setup.training_reward(config, self.tokenizer, reward_fn)
+        self.val_reward_fn = setup.validation_reward(config, self.tokenizer, val_reward_fn)
         self.trains = not config.trainer.val_only
         self.train_loader, self.val_loader = setup.build_loaders(
             config, self.tokenizer, train_dataset, val_dataset
@@ -293,7 +292,7 @@ class PPOTrainer(RunOfRoles):
         Args:
             batch: (B * n,) trajectories of `generate`.
         """
-        result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
+        result = call_reward(self.reward_fn, self.add_rm_scores(batch))
         scored.record_scores(batch, result, may_fail=self.rounds_may_fail)
         with_scores_of_episodes(batch)
         if self.config.algorithm.turn_rewards:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.rewards.results import check_result
+from verl.rewards.results import call_reward
 from verl.trainer import setup
 from verl.trainer.episodes import add_turn_rewards, whole_episodes
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
@@ -33,7 +33,7 @@ class ReMaxTrainer(PPOTrainer):
         result = self.timed("reward_max", self.score_greedy, greedy)
         scores = result["reward_tensor"].sum(-1)
         counted = counted_rows(greedy)  # an episode of agents may fail
-        counted[list(result.get("dropped", ()))] = False
+        counted[result["dropped"]] = False
         _require_any(counted)
 
         batch = super().collect(prompts, first_row)
@@ -42,7 +42,7 @@ class ReMaxTrainer(PPOTrainer):
         batch.batch["response_mask"][(places < 0) | ~counted[places]] = 0
         _require_any(batch.batch["response_mask"])
 
-        for name, count in result.get("metrics", {}).items():
+        for name, count in result["metrics"].items():
             if name.startswith("reward/num_"):
                 self.metrics[name] = self.metrics.get(name, 0.0) + count
 
@@ -70,8 +70,7 @@ class ReMaxTrainer(PPOTrainer):
 
     def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
         """Score greedy responses and check the result."""
-        result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
-        check_result(result, greedy.batch["responses"])
+        result = call_reward(self.reward_fn, self.add_rm_scores(greedy))
         if self.config.algorithm.turn_rewards:
             # as the scores that they are the baseline of
             greedy.batch["token_level_scores"] = result["reward_tensor"].clone()

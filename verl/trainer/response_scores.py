@@ -15,7 +15,7 @@ from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
-from verl.rewards.results import check_result
+from verl.rewards.results import call_reward
 from verl.rewards.text_tokenizer import TextTokenizer
 from verl.utils.errors import ConfigError, DataError, RewardError, restated
 
@@ -104,9 +104,8 @@ class FunctionScorer:
 
 def scores_of(manager: Any, batch: DataProto) -> Tensor:
     """Compute (B,) finite scores with a reward manager; raise RewardError for dropped rows too."""
-    result = manager(batch, return_dict=True)
-    check_result(result, batch.batch["responses"])
-    if dropped := list(result.get("dropped", ())):
+    result = call_reward(manager, batch)
+    if dropped := result["dropped"]:
         raise RewardError(
             f"The reward of row {dropped[0]} failed, and {len(dropped)} of {len(batch)} (see the "
             "log)."

@@ -9,7 +9,7 @@ import numpy as np
 
 from verl.config import TrainConfig
 from verl.protocol import DataProto
-from verl.rewards.results import check_result, ground_truth_of, without_nan
+from verl.rewards.results import ground_truth_of, without_nan
 from verl.trainer.rows import counted_rows
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import AlgorithmError, RewardError
@@ -28,12 +28,16 @@ def record_scores(batch: DataProto, result: dict[str, Any], *, may_fail: bool = 
     A dropped sample loses its response mask, and with it every part in the update. An extra field
     never replaces a column that is there already, such as `uid`: it stays out. Raises RewardError
     where all samples were dropped, unless they `may_fail`.
+
+    Args:
+        batch: (B,) trajectories.
+        result: of `verl.rewards.results.call_reward`, as for the functions below.
+        may_fail: whether a batch without a score is taken.
     """
-    check_result(result, batch.batch["responses"])
-    batch.batch["token_level_scores"] = result["reward_tensor"].float()
+    batch.batch["token_level_scores"] = result["reward_tensor"]
     kept = batch.meta_info["reward_fields"] = list[str]()
 
-    for name, values in result.get("reward_extra_info", {}).items():
+    for name, values in result["reward_extra_info"].items():
         if name in batch.non_tensor_batch or name in batch.batch.keys():
             say_once(
                 f"The reward's field '{name}' has the name of a column and is not kept.",
@@ -43,7 +47,7 @@ def record_scores(batch: DataProto, result: dict[str, Any], *, may_fail: bool = 
         batch.non_tensor_batch[name] = object_column(values)
         kept.append(name)
 
-    dropped = list(result.get("dropped", ()))
+    dropped = result["dropped"]
     if len(dropped) == len(batch) and not may_fail:
         raise nothing_scored("this step")
     batch.batch["response_mask"][dropped] = 0
@@ -89,8 +93,8 @@ def reward_metrics(
     Args:
         counted: rows that are averaged; None: all.
     """
-    metrics: dict[str, float] = dict(result.get("metrics", {}))
-    for name, values in result.get("reward_extra_info", {}).items():
+    metrics: dict[str, float] = dict(result["metrics"])
+    for name, values in result["reward_extra_info"].items():
         rows = range(len(values)) if counted is None else counted
         numbers = numbers_of({row: values[row] for row in rows})
         if numbers:
@@ -127,8 +131,8 @@ def scored_rows(
     batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
     """Return `sample_rows` of the trajectories that have a reward."""
-    rows = sample_rows(batch, tokenizer, result.get("reward_extra_info", {}), config)
-    dropped = set(result.get("dropped", ()))
+    rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
+    dropped = set(result["dropped"])
     return [row for number, row in enumerate(rows) if number not in dropped]
 
 

@@ -29,6 +29,7 @@ from verl.rollout import (
 )
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
+from verl.trainer import given_parts
 from verl.utils.devices import visible_device
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.limits import make_writable
@@ -87,6 +88,17 @@ def check_sample_folders(config: TrainConfig) -> None:
             ) from error
 
 
+def actor_tokenizer(config: TrainConfig, given: Any = None) -> Any:
+    """Return the tokenizer of a program, or else load the configured one.
+
+    Raises ConfigError for a given object that is none.
+    """
+    if given is None:
+        return build_tokenizer(config)
+    given_parts.check_tokenizer(given)
+    return given
+
+
 def build_tokenizer(config: TrainConfig) -> Any:
     """Load the actor's tokenizer, which reads the prompts and decodes the responses."""
     model = config.actor_rollout_ref.model
@@ -121,11 +133,32 @@ class NoReward:
         return scores
 
 
-def training_reward(config: TrainConfig, tokenizer: Any) -> Any:
-    """Build the reward manager of the training responses."""
+def training_reward(config: TrainConfig, tokenizer: Any, given: Any = None) -> Any:
+    """Return the reward of the training responses: that of a program, or the configured one.
+
+    Raises ConfigError for one that cannot be called.
+    """
+    if given is not None:
+        given_parts.check_reward(given, "reward_fn")
+        return given
     if config.distillation.is_whole_loss:
         return NoReward()
-    return build_reward(config, tokenizer, num_examine=0)
+    return _configured_reward(config, tokenizer, num_examine=0)
+
+
+def validation_reward(config: TrainConfig, tokenizer: Any, given: Any = None) -> Any:
+    """Return the reward of the validation responses, as `training_reward`."""
+    if given is not None:
+        given_parts.check_reward(given, "val_reward_fn")
+        return given
+    return _configured_reward(config, tokenizer, num_examine=1)
+
+
+def _configured_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
+    reward = build_reward(config, tokenizer, num_examine=num_examine)
+    name = config.reward_model.reward_manager
+    given_parts.check_reward(reward, f"reward_model.reward_manager={name}")
+    return reward
 
 
 def picture_reader(config: TrainConfig, tokenizer: Any) -> PictureReader | None:
@@ -156,6 +189,10 @@ def build_loaders(
     """
     data = config.data
     pictures = picture_reader(config, tokenizer)
+    names = {
+        "train": "data.custom_cls" if train_dataset is None else "train_dataset",
+        "val": "data.custom_cls" if val_dataset is None else "val_dataset",
+    }
     has_rows = data.train_files or data.dataset_name or not config.trainer.val_only
     if train_dataset is None and has_rows:
         train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
@@ -164,6 +201,8 @@ def build_loaders(
     if train_dataset is None:
         train_dataset = val_dataset
     assert train_dataset is not None, "the configuration was checked"
+    given_parts.check_dataset(train_dataset, names["train"])
+    given_parts.check_dataset(val_dataset, names["val"])
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
     batch_size = data.train_batch_size
     if config.trainer.val_only:  # no batch is drawn

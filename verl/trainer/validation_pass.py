@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
-from verl.rewards.results import check_result
+from verl.rewards.results import call_reward
 from verl.tracking.samples import samples_file, write_samples
 from verl.trainer import scored, setup
 from verl.trainer.episodes import (
@@ -75,8 +75,7 @@ class ValidationPass:
         self._infos += list(batch.non_tensor_batch.get("agent_info", ()))
         if not _has_rule(batch):
             batch = trainer.add_rm_scores(batch)
-        result = trainer.val_reward_fn(batch, return_dict=True)
-        check_result(result, batch.batch["responses"])
+        result = call_reward(trainer.val_reward_fn, batch)
         batch.batch["token_level_scores"] = result["reward_tensor"]
         self._rows += scored.scored_rows(batch, trainer.tokenizer, result, trainer.config)
 

@@ -1,0 +1,97 @@
+"""Parts that a program gives as objects are checked before a weight is loaded."""
+
+import pandas as pd
+import pytest
+import torch
+
+from verl.trainer import RLTrainer
+from verl.utils.errors import ConfigError, DataError, RewardError
+
+TOY = {"data.dataset_name": "toy", "data.train_batch_size": 4, "max_steps": 1}
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"{number} + 1 = ?"}],
+        "data_source": "toy",
+        "reward_model": {"ground_truth": str(number + 1)},
+    }
+    for number in range(4)
+]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+async def awaited(batch, return_dict=False):
+    return {"reward_tensor": torch.zeros(batch.batch["responses"].shape)}
+
+
+class Awaited:
+    async def __call__(self, batch, return_dict=False):
+        return await awaited(batch)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("reward.py", "got str. A function of one response"),
+        (compute_score, r"its signature is \(data_source, .* belongs into custom_reward_function"),
+        (lambda batch: 1, "got an unexpected keyword argument 'return_dict'"),
+        (awaited, "got a coroutine function, which is not awaited"),
+        (Awaited(), "got a coroutine function, which is not awaited"),
+    ],
+    ids=["text", "one response", "no return_dict", "async", "async call"],
+)
+@pytest.mark.parametrize("name", ["reward_fn", "val_reward_fn"])
+def test_a_reward_that_cannot_score_batches_is_refused_at_start(name, reward, message):
+    with pytest.raises(ConfigError, match=rf"^{name} scores whole batches.*{message}"):
+        RLTrainer(TOY, **{name: reward})
+
+
+def test_a_tokenizer_is_no_name():
+    with pytest.raises(ConfigError, match="tokenizer must be a tokenizer .* got str, which lacks"):
+        RLTrainer(TOY, tokenizer="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("train.parquet", "got str. Name files in data.train_files"),
+        ({"train": ROWS}, r"got dict. Give one of its entries, a split: {name}\[...\]."),
+        (pd.DataFrame(ROWS), r"got DataFrame. Give a table's rows: table.to_dict\('records'\)."),
+        (iter(ROWS), r"got list_iterator. Give a list of them: list\(rows\)."),
+        ([[1]] * 4, "row 0 is a list of 1: int."),
+        ([], "has no rows. Give one with rows"),
+    ],
+    ids=["text", "dict", "table", "iterator", "lists", "empty"],
+)
+@pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
+def test_a_dataset_without_rows_by_number_is_refused_at_start(name, dataset, message):
+    with pytest.raises(DataError, match=f"^{name} .*{message.format(name=name)}"):
+        RLTrainer(TOY, **{name: dataset})
+
+
+def test_a_list_of_rows_is_a_dataset():
+    assert len(RLTrainer(TOY, train_dataset=ROWS, val_dataset=ROWS).ppo.train_loader) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def __init__(self, tokenizer): 1 / 0", "raised ZeroDivisionError in line 4"),
+        ("def __init__(self): pass", "raised TypeError: .*takes 1 positional argument but 2"),
+        ("def __init__(self, tokenizer): pass", "scores whole batches.*got Manager"),
+    ],
+    ids=["raises", "no tokenizer", "not callable"],
+)
+def test_a_configured_manager_is_checked_at_start(tmp_path, body, message):
+    name = f"manager_{abs(hash(body))}"
+    file = tmp_path / "my_manager.py"
+    file.write_text(
+        "from verl.rewards.registry import reward_managers\n"
+        f"@reward_managers.register({name!r})\n"
+        f"class Manager:\n    {body}\n"
+    )
+    keys = {"actor_rollout_ref.model.external_lib": str(file), "reward_model.reward_manager": name}
+    with pytest.raises((ConfigError, RewardError), match=message):
+        RLTrainer(TOY | keys)
