@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -163,6 +164,24 @@ def test_assign_updates_sections_in_place():
     assert config == made(lr=1e-3)
 
 
+def test_numbers_of_numpy_count_as_pythons_own():
+    config = made(
+        {**BASE, "data": {"seed": np.int64(3)}},
+        lr=np.float32(0.5),
+        max_steps=np.arange(1, 4)[1],
+        actor_placement=np.array([0]),
+        critic_placement=[np.int64(0)],
+        rollout_config={"n": np.int32(4)},
+        micro_batch_size=np.int64(2),
+    )
+    assert (config.data.seed, config.trainer.total_training_steps) == (3, 2)
+    assert type(config.trainer.total_training_steps) is int
+    assert config.actor_rollout_ref.actor.optim.lr == 0.5
+    assert config.trainer.placement.actor == config.trainer.placement.critic == [0]
+    assert config.actor_rollout_ref.rollout.n == 4
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
+
+
 def test_empty_options_return_the_same_configuration():
     config = made()
     assert with_options(config, {"amp": None}) is config
@@ -206,6 +225,7 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             f"'actor_config: lr' sets {ACTOR}.optim.lr=2.0, which is 1.0 already",
         ),
         ({"lr": "fast"}, f"{ACTOR}.optim.lr expects a number, got 'fast'"),
+        ({"lr": float("nan")}, rf"{ACTOR}.optim.lr must be .*, got nan\."),
         ({"amp": "yes"}, "amp must be True or False, got 'yes'"),
         ({"enable_hybrid_engine": 3}, "enable_hybrid_engine must be True or False, got 3"),
         (

@@ -29,6 +29,14 @@ def test_unpadded_ids_take_precedence_over_padded_ones():
     assert collate([{"input_ids": [5, 6]}]).non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6]]
 
 
+@pytest.mark.parametrize(
+    "ids", ["abc", [1.5, 2.5], ["1"], [[1], [2, 3]], [[1, 2]], torch.tensor([0.5]), [True]]
+)
+def test_prompt_ids_that_are_no_whole_numbers_are_an_error(ids):
+    with pytest.raises(DataError, match="must be a list of token ids, whole numbers, got "):
+        collate([{"raw_prompt_ids": ids}])
+
+
 def test_messages_alone_are_encoded():
     """Datasets of verl 0.7 leave token ids to the agent loops."""
     items = [{"raw_prompt": [{"role": "user", "content": "ab"}], "dummy_tensor": torch.zeros(1)}]

@@ -90,6 +90,7 @@ def test_a_policy_loss_reports_numbers_of_its_own():
         ),
         ({"share": "half"}, r"as means\['share'\], got str"),
         (None, "a dict of metrics as means, got NoneType"),
+        ({1: 0.5}, "a dict of metrics by name as means, got int"),
     ):
         returned = wrong
         with pytest.raises(AlgorithmError, match=message):

@@ -11,6 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.config.absent_keys import absent_key
 from verl.config.keys import (
     Values,
@@ -77,16 +79,28 @@ OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 def config_from_keywords(config: Any, keywords: Values) -> TrainConfig:
     """Return a new, checked configuration from keywords.
 
-    It need not name data, which a program may give as objects.
+    It need not name data, which a program may give as objects. Numbers of NumPy, as those of a
+    sweep over `np.arange`, count as Python's own.
 
     Args:
         config: a TrainConfig, a mapping, a DictConfig, the path of a YAML file, or None.
         keywords: replace values of `config`, or stand alone.
     """
-    layers = [_given(config), dict(keywords)]
+    layers = [without_numpy(_given(config)), without_numpy(dict(keywords))]
     options = {name: layer.pop(name) for layer in layers for name in OPTIONS if name in layer}
     values = merge_values(*(_as_keys(layer) for layer in layers))
     return with_options(config_from_dict(values), options)
+
+
+def without_numpy(value: Any) -> Any:
+    """Return values with Python's own numbers and lists in place of NumPy's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if type(value) is dict:
+        return {name: without_numpy(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(without_numpy(inner) for inner in value)
+    return value
 
 
 def with_options(config: TrainConfig, options: Values) -> TrainConfig:
@@ -94,7 +108,11 @@ def with_options(config: TrainConfig, options: Values) -> TrainConfig:
 
     Returns `config` itself if all are None.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {}
+    for name, value in options.items():
+        if value is not None:
+            given[name] = without_numpy(value)
+
     for name in ("enable_hybrid_engine", "amp"):
         if given.get(name, True) not in (True, False):
             raise ConfigError(f"{name} must be True or False, got {given[name]!r}.")
@@ -157,10 +175,11 @@ def _as_keys(values: Values) -> dict[str, Any]:
         if name.endswith("backend") and value == "local":
             value = "embedded"
         for key, leaf in flatten(nest({path: value}), TrainConfig).items():
-            if flat.setdefault(key, leaf) != leaf:
+            if key in flat and flat[key] != leaf:
                 raise ConfigError(
                     f"'{name}' sets {key}={leaf!r}, which is {flat[key]!r} already. Set it once."
                 )
+            flat[key] = leaf
     return flat
 
 

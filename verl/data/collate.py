@@ -114,8 +114,8 @@ def _with_prompt_ids(
             "An item needs raw_prompt_ids (a list of token ids), input_ids, raw_prompt or "
             f"{prompt_key} (messages), got keys {list(item)}."
         )
-    if not isinstance(ids, list):
-        ids = torch.as_tensor(ids).tolist()
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        ids = _whole_numbers(ids)
     if not ids:
         raise DataError(
             f"A prompt must have at least one token, got none (keys of the item: {list(item)})."
@@ -126,6 +126,26 @@ def _with_prompt_ids(
         if key not in ("raw_prompt_ids", *_PADDED):
             columns[key] = value
     return columns
+
+
+def _whole_numbers(ids: Any) -> list[int]:
+    """Return token ids of an array, a tensor or a list as Python's own numbers."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    try:
+        numbers = np.asarray(ids)
+    except ValueError as error:  # lists of several lengths
+        raise DataError(_no_token_ids(ids)) from error
+    if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
+        raise DataError(_no_token_ids(ids))
+    return numbers.tolist()
+
+
+def _no_token_ids(ids: Any) -> str:
+    return (
+        "The raw_prompt_ids or input_ids of an item must be a list of token ids, whole numbers, "
+        f"got {ids!r:.80}."
+    )
 
 
 def _without_padding(item: dict[str, Any]) -> torch.Tensor:

@@ -61,9 +61,15 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         """Register the decorated object under a name: `@registry.register("rloo")`.
 
-        Raises ConfigError if another object has that name. A file that is imported by its path and
+        Raises ConfigError if another object has that name, or if `name` is none, as of a decorator
+        without parentheses. A file that is imported by its path and
         by its module name defines its objects twice; the first ones stay.
         """
+        if not isinstance(name, str) or not name:
+            own_name = getattr(name, "__name__", "my_part")
+            raise ConfigError(
+                f'A {self.kind} is registered under a name: @register("{own_name}"), got {name!r}.'
+            )
 
         def add(entry: T) -> T:
             known = self._entries.get(name, entry)

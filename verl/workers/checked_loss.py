@@ -82,6 +82,9 @@ class CheckedLoss:
         """
         if not isinstance(means, Mapping):
             raise self._part.must_return("a dict of metrics as means", means)
+        for name in means:
+            if not isinstance(name, str):
+                raise self._part.must_return("a dict of metrics by name as means", name)
         per_token = {name: self._widened(name, value, log_probs) for name, value in means.items()}
 
         names = sorted(per_token)
