@@ -1,8 +1,10 @@
 """Reading the system: broken libraries in a temporary folder, and this machine."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,21 @@ def test_copies_are_listed_in_path_order(tmp_path: Path):
     (tmp_path / "c" / "verl").mkdir(parents=True)  # a folder without __init__.py
     found = find_copies([str(tmp_path / name) for name in ("b", "c", "link", "a", "none")])
     assert found == [str(tmp_path / name / "verl") for name in ("b", "a")]
+
+
+def test_a_host_without_a_usable_folder_for_temporary_files(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    host = read_host()
+    assert host.disks["temporary files"][0] == str(tmp_path / "full")
+    assert list(host.unwritable) == ["temporary files"]
+
+
+def test_folders_that_cannot_be_written_are_listed(monkeypatch):
+    closed = tempfile.gettempdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed)
+    assert list(read_host().unwritable) == ["temporary files"]
 
 
 def test_this_host():

@@ -111,15 +111,22 @@ def memory(world: World) -> Findings:
 
 
 def disks(world: World) -> Findings:
-    """Check the free space of the folders that a run writes into."""
+    """Check that a run can write into its folders, and their free space."""
     fixes = {
-        "checkpoints": "verl train trainer.default_local_dir=/a/larger/disk ...",
-        "models from the hub": "export HF_HOME=/a/larger/disk",
-        "temporary files": "export TMPDIR=/a/larger/disk",
+        "checkpoints": "verl train trainer.default_local_dir=/another/disk ...",
+        "models from the hub": "export HF_HOME=/another/disk",
+        "temporary files": "export TMPDIR=/another/disk",
     }
     roomy = []
 
     for use, (folder, free) in world.host.disks.items():
+        if use in world.host.unwritable:
+            # A run may name another folder for checkpoints, and read a shared folder of models.
+            verdict = _verdict(use == "temporary files")
+            evidence = f"no file can be written into {folder}"
+            yield Finding(f"disk, {use}", verdict, evidence, fixes[use])
+            continue
+
         evidence = f"{free / GIB:.0f} GiB free in {folder}"
         # Compiled kernels and spilled objects take less than a checkpoint.
         needed = DISK / 10 if use == "temporary files" else DISK

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class Host:
     open_files: int  # soft limit
     open_files_hard: int
     disks: Mapping[str, tuple[str, int]]  # use -> (folder, free)
+    unwritable: Collection[str] = ()  # uses whose folder takes no file of this user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +196,12 @@ def read_host() -> Host:
     folders = {
         "checkpoints": os.getcwd(),
         "models from the hub": cache,
-        "temporary files": tempfile.gettempdir(),
+        "temporary files": _temporary_folder(),
     }
+
+    unwritable = [use for use, folder in folders.items() if not _is_writable(folder)]
+    if not _has_temporary_folder():
+        unwritable.append("temporary files")
 
     return Host(
         in_container=any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
@@ -208,6 +213,7 @@ def read_host() -> Host:
         open_files=without_limit if soft == resource.RLIM_INFINITY else soft,
         open_files_hard=without_limit if hard == resource.RLIM_INFINITY else hard,
         disks={use: (folder, _free(folder)) for use, folder in folders.items()},
+        unwritable=unwritable,
     )
 
 
@@ -227,12 +233,37 @@ def _read_memory() -> tuple[int | None, int | None, int | None]:
     return ram, available, psutil.swap_memory().total
 
 
+def _has_temporary_folder() -> bool:
+    """Return whether a file could be written into one of the usual folders."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:  # every one is full, out of inodes or not writable
+        return False
+    return True
+
+
+def _temporary_folder() -> str:
+    """Return the folder for temporary files; the one that is asked for where none is usable."""
+    if _has_temporary_folder():
+        return tempfile.gettempdir()
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
 def _free(folder: str) -> int:
-    """Return the free bytes of a folder, or of the first existing one above it."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _is_writable(folder: str) -> bool:
+    """Return whether this user may write into a folder, or make it where it is missing."""
+    return os.access(_existing(folder), os.W_OK | os.X_OK)
+
+
+def _existing(folder: str) -> Path:
+    """Return a folder, or the first existing one above it."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 def read_network() -> Network:
