@@ -66,8 +66,11 @@ def test_a_removed_working_directory_is_reported_in_one_line(tmp_path, capfd, mo
     removed.mkdir()
     monkeypatch.chdir(removed)
     removed.rmdir()
-    assert exit_code(lambda: print(Path("rel").absolute())) == 1
-    message = capfd.readouterr().err
+
+    # Not even a job without files begins: MKL would end the process.
+    assert exit_code(lambda: print("begun")) == 1
+    out, message = capfd.readouterr()
+    assert out == ""
     assert "The working directory was removed; change to one that exists." in message
     assert len(message.splitlines()) == 1
 

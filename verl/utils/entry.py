@@ -33,6 +33,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
     if sys.stderr is not None and not faulthandler.is_enabled():
         faulthandler.enable()
     try:
+        os.getcwd()  # MKL ends the process where the working directory was removed
         with sigterm_as_exit():
             code = job() or 0
             reopen_streams()
