@@ -75,6 +75,15 @@ def test_a_list_of_rows_is_a_dataset():
     assert len(RLTrainer(TOY, train_dataset=ROWS, val_dataset=ROWS).ppo.train_loader) == 1
 
 
+def test_misspelt_roles_of_a_dataset_are_warned_of_once(capsys):
+    wrong = [{**row, "prompt": [{"role": "usr", "content": "1 + 1 = ?"}]} for row in ROWS]
+    for _ in RLTrainer(TOY, train_dataset=wrong, val_dataset=ROWS).ppo.train_loader:
+        pass
+    said = capsys.readouterr().out
+    assert said.count("did you mean") == 1
+    assert "W A prompt of the data set: message 0 has the role 'usr'; did you mean" in said
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

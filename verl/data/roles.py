@@ -23,6 +23,7 @@ class RoleCheck:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._warned_of: set[str] = set()
         self._template = str(tokenizer.chat_template or "")
         self._rows: dict[str, list[int]] = {}  # by role: the rows that have it
         self._first: dict[str, int] = {}  # by role: the message of the first of these rows
@@ -31,7 +32,9 @@ class RoleCheck:
         """Note the doubtful roles of one row."""
         for number, message in enumerate(messages):
             role = message["role"]
-            if role in USUAL_ROLES or usual_role(role) is None or self._is_named(role):
+            if role in USUAL_ROLES or role in self._warned_of:
+                continue
+            if usual_role(role) is None or self._is_named(role):
                 continue
             self._first.setdefault(role, number)
             rows = self._rows.setdefault(role, [])
@@ -43,7 +46,7 @@ class RoleCheck:
         self.warn_at(lambda row: f"{file}, row {row}, column '{column}'", "rows of this file")
 
     def warn_at(self, place: Callable[[int], str], rows_are: str) -> None:
-        """Log a warning for each role that was noted.
+        """Log a warning for each role that was noted since the last call, once.
 
         Args:
             place: describes a row, as the warning begins.
@@ -65,6 +68,10 @@ class RoleCheck:
                 others,
                 ", ".join(USUAL_ROLES),
             )
+
+        self._warned_of |= self._rows.keys()
+        self._rows.clear()
+        self._first.clear()
 
     def _is_named(self, role: str) -> bool:
         return re.search(rf"(['\"]){re.escape(role)}\1", self._template) is not None

@@ -13,6 +13,7 @@ from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.pictures import PictureReader
+from verl.data.roles import RoleCheck
 from verl.diagnostics.parts import load_user_code
 from verl.models.load import load_model_config, load_tokenizer
 from verl.protocol import DataProto
@@ -208,8 +209,14 @@ def build_loaders(
     if config.trainer.val_only:  # no batch is drawn
         batch_size = min(batch_size, len(train_dataset))
 
-    def encode(messages: Any) -> list[int]:
-        return apply_chat_template(tokenizer, as_messages(messages))
+    roles = RoleCheck(tokenizer)
+
+    def encode(prompt: Any) -> list[int]:
+        """Encode a prompt of a user's data set; files were checked when they were read."""
+        messages = as_messages(prompt)
+        roles.read(messages, 0)
+        roles.warn_at(lambda row: "A prompt of the data set", "prompts")
+        return apply_chat_template(tokenizer, messages)
 
     train_loader = RLDataLoader(
         train_dataset,
