@@ -414,7 +414,7 @@ def test_a_loop_of_verl_07_gets_its_arguments_and_helpers(loops: str):
 
 
 def test_a_loop_without_an_output_is_an_error(loops: str):
-    with pytest.raises(RolloutError, match="'nothing' must return an AgentLoopOutput .* NoneType"):
+    with pytest.raises(RolloutError, match="'nothing' must return an AgentLoopOutput .* got None"):
         run(loops, "nothing")
 
 

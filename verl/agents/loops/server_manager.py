@@ -109,9 +109,10 @@ class ServerManager:
         `role` is drawn by the policy that is trained for it next to the actor
         (`rollout.agent.policies`), or else by the actor.
 
-        Raises RolloutError for a frozen role, and for sampling parameters that are not the run's:
-        recorded log-probs are defined at its temperature, and all turns end at the run's stops. A
-        limit (`max_tokens` or `max_new_tokens`) is free.
+        Raises RolloutError for a frozen role, for a prompt that is no list of token ids, and for
+        sampling parameters that are not the run's: recorded log-probs are defined at its
+        temperature, and all turns end at the run's stops. A limit (`max_tokens` or
+        `max_new_tokens`) is free.
         """
         if image_data or video_data:
             raise RolloutError(NO_MEDIA)
@@ -126,7 +127,7 @@ class ServerManager:
         turn = self._turns[policy]
         self._turns[policy] += 1
 
-        ids = [int(token) for token in prompt_ids]
+        ids = _plain_ids(prompt_ids)
         longest = self._context.client.max_model_len
         most = longest - len(ids)
         if most < 1:
@@ -184,6 +185,26 @@ class ServerManager:
 
         limits = [asked[name] for name in _LIMITS if asked.get(name)]
         return min(limits) if limits else None
+
+
+def _plain_ids(prompt_ids: Any) -> list[int]:
+    """Return a prompt as a list of token ids. Raises RolloutError for anything else."""
+    try:
+        ids = [int(token) for token in prompt_ids]
+    except (TypeError, ValueError) as error:
+        raise RolloutError(
+            "prompt_ids of server_manager.generate must be a list of token ids, got "
+            f"{type(prompt_ids).__name__} {str(prompt_ids)[:80]!r}. Encode a text by "
+            "self.tokenizer.encode(text, add_special_tokens=False); of a tokenizer's dict take "
+            "['input_ids'], and of a batch [0]."
+        ) from error
+
+    if not ids:
+        raise RolloutError(
+            "prompt_ids of server_manager.generate is empty. Give it the tokens of the prompt: one "
+            "at least is due."
+        )
+    return ids
 
 
 def sampling_dict(params: SamplingParams) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from verl.agents.blocking import BLOCKING_S, watched
 from verl.agents.entries import checked_roles
 from verl.agents.loops.base import AgentContext, Episode, agent_loops, check_prompt
+from verl.agents.loops.run_results import check_annotated_result, outputs_of
 from verl.agents.loops.server_manager import NumberedTurns, ServerManager, sampling_dict
 from verl.agents.loops.user_base import AgentLoopBase, TrainerConfig
 from verl.agents.row_options import present
@@ -58,7 +59,8 @@ class UserLoopMaker:
         return UserLoop(context, self.name, self.loop_class, self.options)
 
     def check(self) -> None:
-        """Raise ConfigError if the class has no async `run`, or arguments that loops do not get."""
+        """Raise ConfigError if the class cannot play: it has no async `run`, its `run` is annotated
+        with a result that has no tokens, or its constructor has arguments that loops do not get."""
         run = getattr(self.loop_class, "run", None)
         if not callable(run):
             raise ConfigError(
@@ -70,6 +72,7 @@ class UserLoopMaker:
                 f"run of the agent loop '{self.name}' ({self.loop_class.__name__}) must be async: "
                 "write `async def run(...)`, and return the AgentLoopOutput."
             )
+        check_annotated_result(run, self.name)
 
         given = keywords_for(
             self.loop_class, dict.fromkeys((*_GIVEN, *_OFFERED, "config")), self.options
@@ -164,16 +167,7 @@ class UserLoop:
             "data_config": data,
         }
         loop = self.loop_class(**keywords_for(self.loop_class, given, self.options))
-        answer = await self._run(loop, episode)
-        outputs = answer if isinstance(answer, list) else [answer]
-        if not outputs:
-            raise RolloutError(f"The agent loop '{self.name}' returned no output.")
-        for output in outputs:
-            if not hasattr(output, "response_ids"):
-                raise RolloutError(
-                    f"run of the agent loop '{self.name}' must return an AgentLoopOutput or a list "
-                    f"of them, got {type(output).__name__}."
-                )
+        outputs = outputs_of(await self._run(loop, episode), self.name)
 
         trajectories = []
         for number, output in enumerate(outputs):
