@@ -32,9 +32,7 @@ class RoleCheck:
         """Note the doubtful roles of one row."""
         for number, message in enumerate(messages):
             role = message["role"]
-            if role in USUAL_ROLES or role in self._warned_of:
-                continue
-            if usual_role(role) is None or self._is_named(role):
+            if role in self._warned_of or doubtful_role(role, self._template) is None:
                 continue
             self._first.setdefault(role, number)
             rows = self._rows.setdefault(role, [])
@@ -73,8 +71,16 @@ class RoleCheck:
         self._rows.clear()
         self._first.clear()
 
-    def _is_named(self, role: str) -> bool:
-        return re.search(rf"(['\"]){re.escape(role)}\1", self._template) is not None
+
+def doubtful_role(role: str, template: str) -> str | None:
+    """Return the usual role that a doubtful one seems to mean; None where it is not doubtful.
+
+    Args:
+        template: the chat template, whose roles in quotes are never doubtful.
+    """
+    if role in USUAL_ROLES or re.search(rf"(['\"]){re.escape(role)}\1", template):
+        return None
+    return usual_role(role)
 
 
 def usual_role(role: str) -> str | None:

@@ -37,6 +37,17 @@ def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[
     return {name: value for name, value in keywords.items() if name in names}
 
 
+def missing_of(function: Callable[..., Any], keywords: Iterable[str]) -> list[str]:
+    """Return the parameters without a default that a function declares and `keywords` lack."""
+    given = set(keywords)
+    missing = []
+    for parameter in inspect.signature(function).parameters.values():
+        is_required = parameter.kind in _BY_NAME and parameter.default is parameter.empty
+        if is_required and parameter.name not in given:
+            missing.append(parameter.name)
+    return missing
+
+
 def check_keywords(function: Callable[..., Any], keywords: Iterable[str], name: str) -> None:
     """Raise ConfigError for a function or class that cannot be called with these keywords."""
     try:

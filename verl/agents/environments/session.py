@@ -9,6 +9,7 @@ from verl.agents.environments.base import Observation, name_of
 from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
+from verl.utils.signatures import missing_of
 
 
 class EnvironmentSession(UserSession):
@@ -49,6 +50,15 @@ class EnvironmentSession(UserSession):
         if made.outcome != "ok":
             return self._failed(made)
         self.environment = made.value
+
+        missing = missing_of(self.environment.reset, row)
+        if missing:
+            where = name_of(self.environment)
+            error = _describe_missing(where, missing, row)
+
+            self.outcomes["crashed"] += 1
+            self.failure = UserCall(outcome="crashed", error=error)
+            return self._failed(self.failure)
         return await self._observe("reset", **row)
 
     async def step(self, action: str) -> Observation:
@@ -91,6 +101,21 @@ class EnvironmentSession(UserSession):
     def _failed(self, call: UserCall) -> Observation:
         self.done = True
         return Observation([], done=True, info=call.facts)
+
+
+def _describe_missing(environment: str, missing: Sequence[str], row: Mapping[str, Any]) -> str:
+    """Say which fields `reset` asks for that the row lacks, and where they may be."""
+    name = missing[0]
+    fields = ", ".join(sorted(row))
+    way_out = "Add it to the data, or give the parameter a default."
+
+    extra = row.get("extra_info")
+    if isinstance(extra, Mapping) and name in extra:
+        way_out = f"extra_info holds it: let reset take extra_info, and read extra_info['{name}']."
+    return (
+        f"{environment}.reset asks for '{name}', which is no field of the row. Its fields are: "
+        f"{fields}. {way_out}"
+    )
 
 
 def checked(value: Any, where: str) -> Observation:

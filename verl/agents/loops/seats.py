@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from verl.agents.conversation import Conversation
 from verl.agents.environments import Observation
 from verl.agents.loops.base import AgentContext, Episode
+from verl.agents.loops.message_roles import warn_of_roles
 from verl.data.chat import Message
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import RolloutError
@@ -73,6 +74,7 @@ class TrainedSeat(Seat):
 
     def hear(self, seen: Observation) -> bool:
         """See `Seat.hear`."""
+        self._warn_of_roles(seen)
         if self._conversation is None:
             self._conversation = self.context.conversation(self.episode, self._opening(seen))
             return True
@@ -80,6 +82,11 @@ class TrainedSeat(Seat):
         reply = self._reply
         self._reply = None
         return self._conversation.extend(reply, seen.messages, "user")
+
+    def _warn_of_roles(self, seen: Observation) -> None:
+        name = self.context.config.agent.environment.name or ""
+        template = str(self.context.tokenizer.chat_template or "")
+        warn_of_roles(name, seen, template, is_opening=self._conversation is None)
 
     async def act(self, number: int) -> str:
         """See `Seat.act`."""

@@ -1,0 +1,95 @@
+"""Messages of a user's environment that the model would read otherwise than they are meant."""
+
+import logging
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from verl.rollout.trajectory import DROPPED_BECAUSE
+from verl.utils.errors import RolloutError
+from verl.utils.logging import say_once
+
+WORLD = """
+from verl.agents.environments import Observation
+
+
+class World:
+    def __init__(self, opening="user", answer="user", is_done=False):
+        self.opening = opening
+        self.answer = answer
+        self.is_done = is_done
+
+    def reset(self):
+        return Observation([{"role": self.opening, "content": "Go."}])
+
+    def step(self, action):
+        return Observation([{"role": self.answer, "content": "On."}], done=self.is_done)
+
+
+class Asks(World):
+    def reset(self, task, level=1):
+        return Observation([{"role": "user", "content": task}])
+"""
+
+
+def played(folder: Path, kind: str = "World", fields: dict | None = None, **settings):
+    (folder / "world.py").write_text(textwrap.dedent(WORLD))
+    config = rollout_config(
+        agent__environment__name=f"{folder}/world.py:{kind}",
+        multi_turn__max_assistant_turns=2,
+        **settings,
+    )
+    tokenizer = chat_tokenizer("llama3")  # its template writes any role
+    rows = [episode(tokenizer, **(fields or {}))]
+    trajectories, _, _ = play(config, tokenizer, lambda row, turn, prompt: "Left.", rows)
+    return trajectories
+
+
+@pytest.mark.parametrize(
+    ("world", "warning"),
+    [
+        ({}, ""),
+        ({"opening": "assistant"}, ""),
+        ({"answer": "tool"}, ""),
+        ({"answer": "referee"}, ""),
+        ({"answer": "assistant"}, "World' answers with a message of the role 'assistant'"),
+        ({"answer": "User"}, "a message with the role 'User'; did you mean 'user'"),
+        ({"opening": "human"}, "a message with the role 'human'; did you mean 'user'"),
+        ({"answer": "assistant", "is_done": True}, ""),  # the model reads no more
+    ],
+)
+def test_doubtful_roles_of_an_environment_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, world: dict, warning: str
+):
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        played(tmp_path, agent__environment__kwargs=world)
+
+    warnings = [record.getMessage() for record in caplog.records]
+    roles = [text for text in warnings if "role" in text]
+    assert len(roles) == bool(warning)
+    assert warning in "".join(roles)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"Asks.reset asks for 'task', which is no field of the row.*raw_prompt, seed\. Add"),
+        (
+            {"extra_info": {"task": "Go left."}},
+            r"extra_info holds it: let reset take extra_info, and read extra_info\['task'\]\. Fix",
+        ),
+    ],
+)
+def test_a_field_that_reset_asks_for_is_named_where_the_row_lacks_it(
+    tmp_path: Path, fields: dict, message: str
+):
+    with pytest.raises(RolloutError, match=message):
+        played(tmp_path, "Asks", fields)
+
+    (trajectory,) = played(tmp_path, "Asks", fields, agent__on_error="drop")
+    assert "asks for 'task'" in trajectory.extra[DROPPED_BECAUSE]
+    (trajectory,) = played(tmp_path, "Asks", {**fields, "task": "Go left."})
+    assert not trajectory.is_dropped
