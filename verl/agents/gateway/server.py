@@ -23,6 +23,7 @@ from verl.utils.logging import logger
 
 _MIB = 2**20
 _STOP_GRACE_S = 2.0
+_CLIENT_LEFT = 499  # nginx' status for a client that closed its connection
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Ask = Callable[[Listen | None], Awaitable[list[Reply]]]  # the listener hears tokens as they come
@@ -240,6 +241,8 @@ class GatewayServer:
             message = f"{request.method} {request.path}: {error.reason}."
             return error_response(ApiError(message, status=error.status))
         except Exception as error:  # noqa: BLE001 - one request must not end the server
+            if _has_left(request, error):
+                return web.Response(status=_CLIENT_LEFT)  # which is not sent
             return error_response(unexpected(error))
 
 
@@ -285,7 +288,7 @@ class _Exchange:
                 await self._send_piece(*news)
             await self._send_ends(await answer)
         except Exception as error:
-            if not self._response.prepared:
+            if not self._response.prepared or _has_left(self._request, error):
                 raise
             known = error if isinstance(error, ApiError) else unexpected(error)
             await self._send(known.body())
@@ -365,6 +368,12 @@ def _not_free(host: str, port: int, error: OSError) -> ConfigError:
 def error_response(error: ApiError) -> web.Response:
     """Return an error in the shape of the API."""
     return web.json_response(error.body(), status=error.status)
+
+
+def _has_left(request: web.Request, error: Exception) -> bool:
+    """Return whether an error shows that the client has hung up, which is no failure of ours."""
+    is_closed = request.transport is None or request.transport.is_closing()
+    return is_closed and isinstance(error, ConnectionError)
 
 
 def unexpected(error: Exception) -> ApiError:

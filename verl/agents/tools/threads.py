@@ -110,9 +110,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
     It gets a thread where this one has a running loop, as in a notebook.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _has_running_loop():
         return asyncio.run(coroutine)
 
     answer: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -125,6 +123,14 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
     threading.Thread(target=run, name="verl-agents", daemon=True).start()
     return answer.result()
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class WatchedLoop(LoopThread):
