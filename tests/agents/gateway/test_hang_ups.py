@@ -56,6 +56,7 @@ def test_a_client_that_hangs_up_is_no_failure_of_the_server(model, caplog, when:
             await asyncio.gather(*(asyncio.to_thread(call) for _ in range(8)))
             await asyncio.sleep(0.1)
             answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=2)
+            assert answer.usage is not None
             return answer.usage.completion_tokens
 
     with caplog.at_level(logging.WARNING):

@@ -166,6 +166,20 @@ tools:
             "{properties: {x: {type: string}}, required: [y]}}}}]",
             "entry 1 .*parameters.required names 'y', which is none of the properties: x",
         ),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: ' '}}}}}}]",
+            r"entry 1 .*tool_schema.function.name is empty. Name the tool",
+        ),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: a, parameters: "
+            "{type: string}}}}]",
+            "entry 1 .*parameters.type must be object, got 'string'",
+        ),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: a, parameters: "
+            "{properties: {x: {type: strng}}}}}}]",
+            "entry 1 .*properties.x.type: unknown 'strng'. Nearest: string",
+        ),
     ],
 )
 def test_errors_name_file_entry_and_key(write, text, message):
@@ -264,3 +278,19 @@ tools:
     assert caplog.text.count("config.timeout of the tool 'wait'") == warnings
     assert ("Nearest known: timeout_s." in caplog.text) == bool(warnings)
     assert "of_the_class" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "warnings"), [("int", 1), ("[string, dict]", 1), ("[string, 'null']", 0)]
+)
+def test_a_type_that_json_does_not_have_is_warned_of(
+    write, caplog: pytest.LogCaptureFixture, kind: str, warnings: int
+):
+    path = write(
+        f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{name: a, parameters: "
+        f"{{properties: {{x: {{type: {kind}}}}}}}}}}}}}]"
+    )
+    with caplog.at_level("WARNING", logger="verl"):
+        read_tool_config(path)
+    assert caplog.text.count("which is no type of JSON") == warnings
+    assert caplog.text.count("properties.x.type is '") == warnings

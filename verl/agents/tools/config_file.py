@@ -9,6 +9,7 @@ tools:
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +24,7 @@ from verl.agents.entries import (
     read_yaml,
     require_calls,
 )
+from verl.agents.json_types import JSON_CLASSES
 from verl.agents.tools.base import (
     CALL_SETTINGS,
     BaseTool,
@@ -30,8 +32,9 @@ from verl.agents.tools.base import (
     check_names,
     shut_down,
 )
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema
+from verl.agents.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionToolSchema
 from verl.utils.errors import ConfigError, VerlError, describe_error
+from verl.utils.logging import say_once
 from verl.utils.registry import misspelled, refuse_unknown
 from verl.utils.signatures import call_by_name
 
@@ -250,7 +253,7 @@ def _check_config(entry: ToolEntry) -> None:
 
 
 def _check_schema(place: str, given: dict[str, Any], schema: OpenAIFunctionToolSchema) -> None:
-    """Refuse misspelled keys of a schema, and required parameters that it does not describe.
+    """Refuse misspelled keys and types of a schema, and required parameters without a description.
 
     Other unknown keys are kept: JSON Schema has many.
     """
@@ -267,12 +270,39 @@ def _check_schema(place: str, given: dict[str, Any], schema: OpenAIFunctionToolS
             if key not in known and meant is not None:
                 raise ConfigError(f"{place}{where}: unknown key '{key}'. Nearest: {meant}.")
 
+    if not schema.function.name.strip():
+        raise ConfigError(f"{place}.function.name is empty. Name the tool: the model calls it so.")
+
     declared = schema.function.parameters
+    if declared.type != "object":
+        raise ConfigError(
+            f"{place}.function.parameters.type must be object, got '{declared.type}': a call has "
+            "named arguments. Describe each under properties."
+        )
+    _check_types(f"{place}.function.parameters.properties", declared)
     for name in declared.required:
         if declared.properties and name not in declared.properties:
             raise ConfigError(
                 f"{place}.function.parameters.required names '{name}', which is none of the "
                 f"properties: {', '.join(declared.properties)}."
+            )
+
+
+def _check_types(place: str, parameters: OpenAIFunctionParametersSchema) -> None:
+    """Refuse misspelled types of parameters, and warn of others that JSON does not have."""
+    for name, described in parameters.properties.items():
+        kinds = [described.type] if isinstance(described.type, str) else described.type or []
+        for kind in kinds:
+            if kind in JSON_CLASSES:
+                continue
+            meant = misspelled(kind, JSON_CLASSES)
+            if meant is not None:
+                raise ConfigError(f"{place}.{name}.type: unknown '{kind}'. Nearest: {meant}.")
+
+            say_once(
+                f"{place}.{name}.type is '{kind}', which is no type of JSON, so arguments are not "
+                f"checked against it. Types are: {', '.join(JSON_CLASSES)}.",
+                logging.WARNING,
             )
 
 
