@@ -208,6 +208,19 @@ def test_a_file_without_marks_gives_its_public_functions(tmp_path):
     assert tool.name == "double"
 
 
+@pytest.mark.parametrize("mark", ["", "@function_tool(timeout_s=3)\n"])
+def test_a_tool_that_a_file_defines_twice_is_refused(tmp_path, mark: str):
+    path = tmp_path / "again.py"
+    path.write_text(
+        "from verl.agents.tools import function_tool\n"
+        "def _helper(): pass\ndef _helper(): pass\n"
+        f"{mark}def convert(dollars: int):\n    'To euros.'\n"
+        f"{mark}async def convert(euros: int):\n    'To dollars.'\n"
+    )
+    with pytest.raises(ConfigError, match=r"line \d: the function 'convert' is defined again"):
+        load_function_tools(str(path))
+
+
 def test_wrong_files_are_refused(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("x = 1\n")

@@ -16,10 +16,12 @@ parameter named `agent_data` is not part of the schema; it gets the data of the 
 function runs in a thread, a coroutine function in the event loop of the tools.
 """
 
+import ast
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -181,6 +183,8 @@ def load_function_tools(path: str) -> list[BaseTool]:
             "multi_turn.tool_config_path."
         )
 
+    _refuse_second_definitions(path, module, [_name(function) for function in chosen])
+
     tools = []
     for function in dict.fromkeys(chosen):
         try:
@@ -189,6 +193,25 @@ def load_function_tools(path: str) -> list[BaseTool]:
             raise ConfigError(f"'{path}': {error}") from error
     check_names((tool.name, f"'{path}'") for tool in tools)
     return tools
+
+
+def _refuse_second_definitions(path: str, module: ModuleType, names: Container[str]) -> None:
+    """Raise ConfigError for a tool that the file defines twice: Python keeps the second alone."""
+    tree = ast.parse(inspect.getsource(module))
+    lines: dict[str, int] = {}  # of the first definition
+
+    for statement in tree.body:
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+
+        name = statement.name
+        line = statement.lineno
+        first = lines.setdefault(name, line)
+        if first != line and name in names:
+            raise ConfigError(
+                f"'{path}', line {line}: the function '{name}' is defined again, so the model "
+                f"would not be offered that of line {first}. Rename one."
+            )
 
 
 def _arguments_model(
