@@ -339,6 +339,20 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "1 GiB free in /home",
         "default_local_dir",
     ),
+    "no folder for temporary files": (
+        host(unwritable=["temporary files"]),
+        "disk, temporary files",
+        "broken",
+        "no file can be written into /data",
+        "export TMPDIR=",
+    ),
+    "a folder of models that is read alone": (
+        host(unwritable=["models from the hub"]),
+        "disk, models from the hub",
+        "warn",
+        "no file can be written into /data",
+        "export HF_HOME=",
+    ),
     "little room for models": (
         host(disks=FULL_DISK),
         "disk, models from the hub",
