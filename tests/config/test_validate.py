@@ -165,6 +165,8 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
         ),
         (f"{ACTOR}.optim.lr=inf", "optim.lr must be at least 0 and finite, got inf"),
         (f"{ACTOR}.entropy_coeff=-inf", "entropy_coeff must be finite, got -inf"),
+        (f'{ACTOR}.loss_extra=[{{"name":"a","coef":.nan}}]', "must be finite, got nan for 'a'"),
+        ("algorithm.gdpo_reward_weights=[1.0,.nan]", r"weights must be a number, got \[1.0, nan\]"),
         ("trainer.val_only=-7", r"val_only expects True or False, got -7 \(int\)"),
         ("trainer.async_save=2", r"async_save expects True or False, got 2 \(int\)"),
         ("trainer.save_freq=0", "save_freq must be positive, or -1"),

@@ -1,5 +1,7 @@
 """Contradictions between the keys of the algorithm. See `rules`."""
 
+import math
+
 from verl.config.choices import EXACT_DIVERGENCES, SEQUENCE_LOSSES
 from verl.config.keys import value_at
 from verl.config.placement import trained_sections
@@ -151,6 +153,23 @@ def bands_are_not_empty(config: TrainConfig) -> Rows:
 
 
 @table
+def extra_losses_have_finite_weights(config: TrainConfig) -> Rows:
+    odd = []
+    for term in config.actor_rollout_ref.actor.loss_extra:
+        if not math.isfinite(term.coef):
+            odd.append(f"{term.coef} for '{term.name}'")
+
+    return (
+        (
+            bool(odd),
+            "actor_rollout_ref.actor.loss_extra: coef must be finite, got {odd}. No update would "
+            "have a finite loss.",
+            {"odd": ", ".join(odd)},
+        ),
+    )
+
+
+@table
 def teacher_has_what_it_needs(config: TrainConfig) -> Rows:
     if not config.distillation.enabled:
         return ()
@@ -182,6 +201,7 @@ RULES = (
     groups_can_be_compared,
     rollout_is_corrected_once,
     bands_are_not_empty,
+    extra_losses_have_finite_weights,
     teacher_has_what_it_needs,
 )
 

@@ -90,8 +90,8 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Messages:
     if value is None or is_inherited(config, key, value):
         return
 
-    paths = value if isinstance(value, list) else [value]
-    if setting.is_path and value != key.default and "" in paths:
+    entries = value if isinstance(value, list) else [value]
+    if setting.is_path and value != key.default and "" in entries:
         yield (
             f"{key.path} has an empty path, as an unset variable of the shell leaves it. Give a "
             "path, or null for none."
@@ -118,7 +118,7 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Messages:
 
     if (bounds := _violated_bounds(key, value)) is not None:
         yield f"{key.path} must be {bounds}, got {value}."
-    elif isinstance(value, float) and math.isnan(value):
+    elif any(isinstance(number, float) and math.isnan(number) for number in entries):
         yield f"{key.path} must be a number, got {value}."
 
 
