@@ -193,15 +193,16 @@ def read_host() -> Host:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     without_limit = 2**63 - 1
     cache = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+    temporary = _temporary_folder()
     folders = {
         "checkpoints": os.getcwd(),
         "models from the hub": cache,
-        "temporary files": _temporary_folder(),
+        "temporary files": temporary or os.environ.get("TMPDIR") or "/tmp",
     }
 
-    unwritable = [use for use, folder in folders.items() if not _is_writable(folder)]
-    if not _has_temporary_folder():
-        unwritable.append("temporary files")
+    unwritable = {use for use, folder in folders.items() if not _is_writable(folder)}
+    if temporary is None:
+        unwritable.add("temporary files")
 
     return Host(
         in_container=any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
@@ -233,20 +234,12 @@ def _read_memory() -> tuple[int | None, int | None, int | None]:
     return ram, available, psutil.swap_memory().total
 
 
-def _has_temporary_folder() -> bool:
-    """Return whether a file could be written into one of the usual folders."""
+def _temporary_folder() -> str | None:
+    """Return the folder for temporary files; None where none of the usual ones takes a file."""
     try:
-        tempfile.gettempdir()
-    except FileNotFoundError:  # every one is full, out of inodes or not writable
-        return False
-    return True
-
-
-def _temporary_folder() -> str:
-    """Return the folder for temporary files; the one that is asked for where none is usable."""
-    if _has_temporary_folder():
         return tempfile.gettempdir()
-    return os.environ.get("TMPDIR") or "/tmp"
+    except FileNotFoundError:  # every one is full, out of inodes or not writable
+        return None
 
 
 def _free(folder: str) -> int:
