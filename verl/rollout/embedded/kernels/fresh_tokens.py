@@ -7,8 +7,8 @@ from verl.rollout.embedded.kernels.rounding import store_row
 
 
 @triton.jit
-def load_halves(AT, dims, mask, DIM: tl.constexpr):
-    """Load heads (M, BLOCK_DIM) at AT, and the same with the halves of each exchanged.
+def load_with_partners(AT, dims, mask, DIM: tl.constexpr):
+    """Load heads (M, BLOCK_DIM) at AT, and for each number its partner of the rotation.
 
     A product needs heads in one piece, not in halves.
     """
@@ -19,7 +19,7 @@ def load_halves(AT, dims, mask, DIM: tl.constexpr):
 
 @triton.jit
 def turned(one, other, dims, mask, COS, SIN, position, NORM, eps, shift, DIM: tl.constexpr):
-    """Norm heads that `load_halves` gave, if there is a NORM, and rotate them."""
+    """Norm heads of `load_with_partners`, if there is a NORM, and rotate them."""
     dtype = one.dtype
     one = one.to(tl.float32)
     other = other.to(tl.float32)

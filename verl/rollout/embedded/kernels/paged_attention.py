@@ -32,7 +32,11 @@ from verl.rollout.embedded.kernels.decode_launch import (
     decode_config,
     fixed_num_splits,
 )
-from verl.rollout.embedded.kernels.fresh_tokens import load_halves, store_eight_bits, turned
+from verl.rollout.embedded.kernels.fresh_tokens import (
+    load_with_partners,
+    store_eight_bits,
+    turned,
+)
 from verl.rollout.embedded.kernels.page_blocks import weigh_pages
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
 from verl.rollout.embedded.kernels.warp_blocks import warp_lookups, weigh_by_warps
@@ -350,8 +354,8 @@ def _attend(
         copies = group[:, None] * 0 if KEY_SCALES is None else tl.arange(0, 1)[:, None]
         new = row * q_row + kv_head * q_head + copies
         new_mask = (copies == 0) & (dims < DIM)
-        q, q_partner = load_halves(query, dims, q_mask, DIM)
-        k, k_partner = load_halves(NEW_KEYS + new, dims, new_mask, DIM)
+        q, q_partner = load_with_partners(query, dims, q_mask, DIM)
+        k, k_partner = load_with_partners(NEW_KEYS + new, dims, new_mask, DIM)
         v = tl.load(NEW_VALUES + new + dims, mask=new_mask, other=0.0)
 
     first, stop, origin, size = _span(
@@ -395,7 +399,7 @@ def _attend(
             key_at = keys + own * key_page + place * key_token
             value_at = values + own * value_page + place * value_token
             if KEY_SCALES is None:
-                once = new_mask & (tl.arange(0, BLOCK_M)[:, None] == 0)
+                once = new_mask & (group[:, None] == 0)
                 tl.store(key_at + copies + dims, k, mask=once)
                 tl.store(value_at + copies + dims, v, mask=once)
             else:
