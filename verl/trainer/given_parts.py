@@ -82,17 +82,17 @@ def check_dataset(dataset: Any, name: str) -> None:
         "{'prompt': [{'role': 'user', 'content': ...}], 'data_source': ..., 'reward_model': "
         "{'ground_truth': ...}}"
     )
-    way_out = "."
+    way_out = None
     if hasattr(dataset, "iloc"):
-        way_out = ". Give a table's rows: table.to_dict('records')."
+        way_out = "Give a table's rows: table.to_dict('records')."
     elif isinstance(dataset, Mapping):
-        way_out = f". Give one of its entries, a split: {name}[...]."
+        way_out = f"Give one of its entries, a split: {name}[...]."
     elif isinstance(dataset, str):
-        way_out = ". Name files in data.train_files and data.val_files."
+        way_out = "Name files in data.train_files and data.val_files."
     elif not all(hasattr(type(dataset), method) for method in ("__len__", "__getitem__")):
-        way_out = ". Give a list of them: list(rows)."
-    if way_out != ".":
-        raise DataError(f"{expected}; got {describe_value(dataset)}{way_out}")
+        way_out = "Give a list of them: list(rows)."
+    if way_out is not None:
+        raise DataError(f"{expected}; got {describe_value(dataset)}. {way_out}")
 
     if len(dataset) == 0:
         raise DataError(f"{name} has no rows. Give one with rows, or leave it out.")

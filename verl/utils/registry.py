@@ -62,8 +62,8 @@ class Registry(Generic[T]):
         """Register the decorated object under a name: `@registry.register("rloo")`.
 
         Raises ConfigError if another object has that name, or if `name` is none, as of a decorator
-        without parentheses. A file that is imported by its path and
-        by its module name defines its objects twice; the first ones stay.
+        without parentheses. A file that is imported by its path and by its module name defines its
+        objects twice; the first ones stay.
         """
         if not isinstance(name, str) or not name:
             own_name = getattr(name, "__name__", "my_part")

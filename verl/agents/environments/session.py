@@ -53,9 +53,7 @@ class EnvironmentSession(UserSession):
 
         missing = missing_of(self.environment.reset, row)
         if missing:
-            where = name_of(self.environment)
-            error = _describe_missing(where, missing, row)
-
+            error = _describe_missing(name_of(self.environment), missing, row)
             self.outcomes["crashed"] += 1
             self.failure = UserCall(outcome="crashed", error=error)
             return self._failed(self.failure)
