@@ -12,7 +12,12 @@ from tests.cases import cases
 from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels import sampling_kernels, threshold_kernels
 from verl.rollout.embedded.kernels.sampling import DrawState, Tuning, Workspace, draw
-from verl.rollout.embedded.kernels.sampling_kernels import _draw_key, _gumbel, _noise_integers
+from verl.rollout.embedded.kernels.sampling_kernels import (
+    _draw_key,
+    _gumbel,
+    _mixed_bits,
+    _noise_integers,
+)
 from verl.rollout.embedded.kernels.threshold_kernels import _search
 from verl.rollout.sampling import (
     column_hashes,
@@ -110,7 +115,7 @@ def noise_kernel(
 ):
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     key_low, key_high = _draw_key(slots, keys, drawn, row)
-    noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
+    noise = _noise_integers(_mixed_bits(hashes, columns, key_low, key_high, VOCABULARY))
     tl.store(
         integers + row * VOCABULARY + columns,
         noise.to(tl.int32, bitcast=True),

@@ -20,18 +20,33 @@ def load_logits(row_ptr, columns, end):
 
 
 @triton.jit
-def _add_block(x, largest, totals, scale):
-    """Take logits x into the running maximum and the sums of exponentials, one for each lane.
+def _block_columns(start, BLOCK: tl.constexpr):
+    """Return the columns of a block (32, BLOCK / 32): each lane of the warp has some in a row."""
+    EACH: tl.constexpr = BLOCK // 32
+    return start + tl.arange(0, 32)[:, None] * EACH + tl.arange(0, EACH)[None, :]
 
-    Returns weights, maximum and sums. The sum over lanes waits for the end of the chunk. A rise of
-    the maximum has a branch, because it happens in few blocks.
+
+@triton.jit
+def _add_block(x, largest, totals, scale):
+    """Take logits x (32, N) into each lane's running maximum and sum of exponentials.
+
+    Returns weights, maxima and sums. Lanes wait for one another at the end of the chunk alone.
     """
-    peak = tl.max(x, axis=0)
-    if peak > largest:
-        totals *= tl.exp2((largest - peak) * scale)
-        largest = peak
-    weights = tl.exp2((x - finite(largest)) * scale)
-    return weights, largest, totals + weights
+    peak = tl.maximum(largest, tl.max(x, 1))
+    base = finite(peak)
+    weights = tl.exp2((x - base[:, None]) * scale)
+    totals = totals * tl.exp2((largest - base) * scale) + tl.sum(weights, 1)
+    return weights, peak, totals
+
+
+@triton.jit
+def _store_sums(largest, totals, scale, largest_ptr, totals_ptr):
+    """Merge the lanes' maxima and sums, and store them."""
+    peak = tl.max(largest, 0)
+    factors = tl.exp2((largest - finite(peak)) * scale)
+    tl.store(largest_ptr, peak)
+    tl.store(totals_ptr, tl.sum(totals * factors, 0))
+    return peak
 
 
 @triton.jit
@@ -58,29 +73,29 @@ def scan(
     start = chunk * CHUNK
     scale = _LOG2_E if GREEDY else _LOG2_E / tl.load(settings)
 
-    largest = float("-inf")
-    totals = tl.zeros([BLOCK], tl.float32)
-    column = start
+    largest = tl.full([32], float("-inf"), tl.float32)
+    totals = tl.zeros([32], tl.float32)
+    places = tl.zeros([32], tl.int32) + start
     offset = start
     end = tl.minimum(start + CHUNK, VOCABULARY)
-    upcoming = load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
+    upcoming = load_logits(row_ptr, _block_columns(start, BLOCK), VOCABULARY)
 
     while offset < end:
-        columns = offset + tl.arange(0, BLOCK)
+        columns = _block_columns(offset, BLOCK)
         x = upcoming
         upcoming = load_logits(row_ptr, columns + BLOCK, end)
         before = largest
         _, largest, totals = _add_block(x, largest, totals, scale)
-        if GREEDY and largest > before:
-            column = tl.min(tl.where(x == largest, columns, VOCABULARY - 1), axis=0)
+        if GREEDY:
+            first = tl.min(tl.where(x == largest[:, None], columns, VOCABULARY - 1), 1)
+            places = tl.where(largest > before, first, places)
         offset += BLOCK
 
     here = row * tl.num_programs(1) + chunk
-    tl.store(largest_ptr + here, largest)
-    tl.store(totals_ptr + here, tl.sum(totals, axis=0))
-
+    peak = _store_sums(largest, totals, scale, largest_ptr + here, totals_ptr + here)
     if GREEDY:
-        tl.store(scores_ptr + here, largest)
+        column = tl.min(tl.where(largest == peak, places, VOCABULARY - 1), 0)
+        tl.store(scores_ptr + here, peak)
         tl.store(columns_ptr + here, column)
 
 
@@ -102,13 +117,18 @@ def _draw_key(slots, keys, drawn, row):
 
 
 @triton.jit
-def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr):
-    """Compute `noise_integers` of these columns: uint32 below 2**31."""
+def _mixed_bits(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr):
+    """Compute the bits of these columns before the last step of `noise_integers`."""
     bits = tl.load(
         hashes + columns, mask=columns < VOCABULARY, other=0, eviction_policy="evict_last"
     )
     bits = (bits.to(tl.uint32, bitcast=True) ^ key_low) * _MURMUR_1 + key_high
-    bits = (bits ^ (bits >> 13)) * _MURMUR_2
+    return (bits ^ (bits >> 13)) * _MURMUR_2
+
+
+@triton.jit
+def _noise_integers(bits):
+    """Compute `noise_integers` of `_mixed_bits`: uint32 below 2**31."""
     return (bits ^ (bits >> 16)) & 0x7FFFFFFF
 
 
@@ -140,12 +160,26 @@ def _leading_bits(noise):
 
 
 @triton.jit
+def _rough_leading_bits(bits):
+    """Return `_leading_bits`, rounded down to the 15 that the last step leaves as they are."""
+    return (((bits >> 8) & 0x7FFF00) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reach(deficit):
+    """Return the factor of weights below which u must be, in units of 2**-23.
+
+    A column with log(weight) + Gumbel < -deficit loses, as E >= u > weight * exp(deficit). 1.01 is
+    for rounding errors, 1e30 for 0 * inf.
+    """
+    return tl.minimum(tl.exp2(deficit * _LOG2_E) * (1.01 * _2_TO_23), 1e30)
+
+
+@triton.jit
 def _may_win(noise, weights, deficit):
-    """Rule out columns with log(weight) + Gumbel < -deficit, as E >= u > weight * exp(deficit)."""
+    """Rule out columns with log(weight) + Gumbel < -deficit."""
     # The right side is rounded to an integer; rounding keeps the order, so that it hides no winner.
-    # 1.01 is for the other rounding errors, 1e30 for 0 * inf.
-    factor = tl.minimum(tl.exp2(deficit * _LOG2_E) * (1.01 * _2_TO_23), 1e30)
-    return _leading_bits(noise) <= weights * factor + _2_TO_23
+    return _leading_bits(noise) <= weights * _reach(deficit) + _2_TO_23
 
 
 @triton.jit
@@ -155,8 +189,8 @@ def _most_promising(noise, weights, columns, VOCABULARY: tl.constexpr):
     uniform = _leading_bits(noise) - (_2_TO_23 - 1.0)
     promise = weights.to(tl.int32, bitcast=True) - uniform.to(tl.int32, bitcast=True)
     promise = tl.where(weights > 0, promise, -2147483648)
-    is_best = promise == tl.max(promise, axis=0)
-    return tl.min(tl.where(is_best, columns, VOCABULARY - 1), axis=0)
+    is_best = promise == tl.max(promise)
+    return tl.min(tl.where(is_best, columns, VOCABULARY - 1))
 
 
 @triton.jit
@@ -193,45 +227,50 @@ def scan_and_draw(
     inverse = 1.0 / tl.load(settings)
     scale = inverse * _LOG2_E
     key_low, key_high = _draw_key(slots, keys, drawn, row)
-    largest = float("-inf")
-    totals = tl.zeros([BLOCK], tl.float32)
+    largest = tl.full([32], float("-inf"), tl.float32)
+    totals = tl.zeros([32], tl.float32)
     best = float("-inf")
     column = start
 
     if FILTERED:
         min_p = tl.load(settings + 2)
-        largest = tl.load(rows_ptr + row * 3)
+        largest = tl.zeros([32], tl.float32) + tl.load(rows_ptr + row * 3)
         threshold = tl.load(rows_ptr + row * 3 + 2)
 
     offset = start
     end = tl.minimum(start + CHUNK, VOCABULARY)
-    upcoming = load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
+    upcoming = load_logits(row_ptr, _block_columns(start, BLOCK), VOCABULARY)
     while offset < end:
-        columns = offset + tl.arange(0, BLOCK)
+        columns = _block_columns(offset, BLOCK)
         x = upcoming
         # loaded while these are weighed
         upcoming = load_logits(row_ptr, columns + BLOCK, end)
         if FILTERED:
-            weights = tl.exp2((x - finite(largest)) * scale)
+            weights = tl.exp2((x - finite(largest)[:, None]) * scale)
             weights = tl.where((x >= threshold) & (weights >= min_p), weights, 0.0)
-            useful = tl.max(weights, axis=0) > 0
+            useful = tl.max(weights) > 0
         else:
             weights, largest, totals = _add_block(x, largest, totals, scale)
             useful = True
         if useful:
-            noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
-            hopeful = _may_win(noise, weights, finite(largest) * inverse - best)
-            if tl.max(hopeful.to(tl.int32), axis=0) > 0:
+            bits = _mixed_bits(hashes, columns, key_low, key_high, VOCABULARY)
+            reach = _reach(finite(largest) * inverse - best)
+            ahead = tl.max(weights * reach[:, None] - _rough_leading_bits(bits), 1)
+            if tl.max((ahead >= -_2_TO_23).to(tl.int32), 0) > 0:
                 # The most promising token is tried alone; in most blocks no other can beat it then.
+                noise = _noise_integers(bits)
+                peak = finite(tl.max(largest, 0))
+                weights *= tl.exp2((finite(largest) - peak) * scale)[:, None]
+                hopeful = _may_win(noise, weights, peak * inverse - best)
                 weights = tl.where(hopeful, weights, 0.0)
-                while tl.max((weights > 0).to(tl.int32), axis=0) > 0:
+                while tl.max((weights > 0).to(tl.int32)) > 0:
                     tried = _most_promising(noise, weights, columns, VOCABULARY)
                     score = tl.load(row_ptr + tried).to(tl.float32) * inverse
-                    own = _noise_integers(hashes, tried, key_low, key_high, VOCABULARY)
+                    own = _noise_integers(_mixed_bits(hashes, tried, key_low, key_high, VOCABULARY))
                     score += _gumbel(own)
                     if (score > best) | ((score == best) & (tried < column)):
                         best, column = score, tried
-                    hopeful = _may_win(noise, weights, finite(largest) * inverse - best)
+                    hopeful = _may_win(noise, weights, peak * inverse - best)
                     weights = tl.where(hopeful & (columns != tried), weights, 0.0)
         offset += BLOCK
 
@@ -240,8 +279,7 @@ def scan_and_draw(
     tl.store(columns_ptr + here, column)
 
     if not FILTERED:
-        tl.store(largest_ptr + here, largest)
-        tl.store(totals_ptr + here, tl.sum(totals, axis=0))
+        _store_sums(largest, totals, scale, largest_ptr + here, totals_ptr + here)
 
 
 @triton.jit
