@@ -19,6 +19,7 @@ from tests.rollout.engines import (
     transformers_greedy,
 )
 from tests.tiny_models import FAMILIES
+from verl.rollout.embedded.cuda_runner import StepKind
 from verl.rollout.sampling import negative_exponential_noise, noise_integers, row_keys, sample_keys
 from verl.utils.errors import EngineAsleepError, RolloutError
 
@@ -234,10 +235,10 @@ def test_a_failed_capture_does_not_end_the_engine(given, raised, monkeypatch):
     step = engine.runner._step
     calls = 0
 
-    def broken(rows: int, *, several: bool) -> None:
+    def broken(kind: StepKind) -> None:
         nonlocal calls
         calls += 1
-        step(rows, several=several)
+        step(kind)
         if calls == 2:  # the first one compiles, the second is captured
             raise given("in the middle of a capture")
 

@@ -17,12 +17,14 @@ from triton.runtime.jit import JITFunction
 
 from tests.cases import cases
 from verl.rollout.eight_bits import DTYPES, Rows
+from verl.rollout.embedded.kernels import paged_attention, shared_prefix
 from verl.rollout.embedded.kernels.decode_launch import split_workspace
 from verl.rollout.embedded.kernels.int8_product import int8_product
 from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
 from verl.rollout.embedded.kernels.narrow_swiglu import gated_product
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.rounding import quantize_rows
+from verl.rollout.embedded.kernels.shared_prefix import SharedPrefixes
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -112,6 +114,42 @@ def test_three_programs_of_attention_fit_on_a_multiprocessor(compiled):
     (kernel,) = compiled
     assert kernel.metadata.shared <= 227 * 1024 // 3
     assert ".maxnreg 168" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "small"),
+    cases(
+        [64, 128, 256],
+        [torch.bfloat16, torch.float32],
+        [None, *DTYPES.values()],
+        quick=lambda *case: case == (128, torch.bfloat16, None),
+    ),
+)
+def test_shared_pages_are_read_while_the_rest_begins(compiled, monkeypatch, dim, dtype, small):
+    for module in (shared_prefix, paged_attention):
+        monkeypatch.setattr(module, "overlaps", lambda device: True)
+    rows = 8
+    cache = torch.zeros(2, 8, 2, PAGE_SIZE, dim, dtype=small or dtype)
+    scales: Any = {}
+    if small is not None:
+        scales = dict.fromkeys(("key_scales", "value_scales"), torch.zeros(cache.shape[1:-1]))
+    decode_attention(
+        torch.zeros(rows, 14, dim, dtype=dtype),
+        *cache,
+        torch.zeros(rows, 4, dtype=torch.int32),
+        torch.arange(rows, dtype=torch.int32),
+        torch.full([rows], 20, dtype=torch.int32),
+        torch.empty(rows, 14, dim, dtype=dtype),
+        **scales,
+        scale=1.0,
+        prefixes=SharedPrefixes.allocate(rows, CPU)[0],
+    )
+
+    blocks, rest = (kernel.asm["ptx"] for kernel in compiled)
+    assert "griddepcontrol.launch_dependents" in blocks
+    assert "griddepcontrol.wait" in rest
+    if dtype == torch.bfloat16:
+        assert "wgmma.mma_async" in blocks, "64 queries fill the tensor cores"
 
 
 @pytest.mark.slow

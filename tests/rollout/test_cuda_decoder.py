@@ -111,7 +111,9 @@ class Twin(SimpleNamespace):
         return weight, torch.cat(biases) if biases else None
 
 
-def make_decoder(model: PreTrainedModel, cache_dtype: torch.dtype | None = None) -> TritonDecoder:
+def make_decoder(
+    model: PreTrainedModel, cache_dtype: torch.dtype | None = None, pages: int = ROWS * WIDTH
+) -> TritonDecoder:
     """Build a decoder with pages of NaN, in the model's dtype unless another one is given."""
     module: Any = copy.deepcopy(model)
     paging = Paging(module)
@@ -122,7 +124,7 @@ def make_decoder(model: PreTrainedModel, cache_dtype: torch.dtype | None = None)
     for layer, shape in seen.items():
         parts = []
         for size, dtype in shape.page_parts(PAGE_SIZE, cache_dtype or module.dtype):
-            parts.append(torch.full((ROWS * WIDTH, *size), float("nan")).to(dtype))
+            parts.append(torch.full((pages, *size), float("nan")).to(dtype))
         paging.layers[layer] = LayerPages(*parts)
     small = {part.dtype for part in module.modules() if isinstance(part, EightBitLinear)}
     names = [name for name, dtype in DTYPES.items() if dtype in small]

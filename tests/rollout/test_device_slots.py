@@ -10,6 +10,7 @@ from verl.rollout.embedded.scheduler import Scheduler
 
 pytest.importorskip("triton", reason="comes with the CUDA builds of torch")
 from verl.rollout.embedded.device_slots import DeviceSlots
+from verl.rollout.embedded.prefix_blocks import neighbors
 
 SAMPLES = 4
 SPARE = 3
@@ -66,3 +67,53 @@ def test_only_news_reach_the_device(scheduler: Scheduler, slots: DeviceSlots):
     assert set(slots.rows.tolist()) == {9}
     width = scheduler.table.shape[1]
     assert slots.state.table[:SAMPLES, :width].tolist() == scheduler.table.tolist()
+
+
+def make_scheduler(prompts: list[int], samples: int) -> Scheduler:
+    """Admit samples of prompts with as many tokens."""
+    waiting = []
+    for number, count in enumerate(prompts):
+        group = Group(prompt=tuple(range(50 * number, 50 * number + count)), unstarted=samples)
+        for _ in range(samples):
+            key = np.uint64(len(waiting))
+            waiting.append(Sample(sample_id=len(waiting), group=group, limit=4, key=key))
+    made = Scheduler(
+        waiting, PageAllocator(90, page_size=4), max_num_seqs=20, max_num_batched_tokens=100
+    )
+    assert made.admit() is not None
+    made.prepare_decode(steps=1)
+    return made
+
+
+def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
+    slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
+    scheduler = make_scheduler([9, 3, 8], samples=5)
+    rows = neighbors(scheduler, scheduler.running, page_size=4)
+    slots.show(scheduler, rows)
+    assert slots.saved_tokens == 2 * 4 * 8 / 15
+    assert slots.prefixes.counts.tolist() == [5, 5, 0, 0, 0]
+    assert slots.prefixes.tokens.tolist() == [8, 8, 0, 0, 0]
+    covered = slots.prefixes.of(15).covered
+    prompts = [scheduler.prompt_tokens[slot] for slot in rows]
+    assert covered.tolist() == [0 if count == 3 else 8 for count in prompts]
+    for first in slots.prefixes.rows[:2].tolist():
+        tables = scheduler.table[rows[first : first + 5], :2]
+        assert (tables == tables[0]).all()
+
+    fewer = rows[3:]  # too few of the first prompt are left
+    slots.show(scheduler, fewer)
+    assert slots.saved_tokens == 4 * 8 / 12
+    assert slots.prefixes.counts.tolist() == [5, 0, 0, 0, 0]
+    assert slots.prefixes.covered[:12].tolist() == [0] * 2 + [8] * 5 + [0] * 5
+
+
+def test_blocks_follow_pages_that_have_become_those_of_a_longer_prompt():
+    slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
+    one = make_scheduler([8], samples=4)
+    slots.show(one, one.running)
+    other = make_scheduler([12], samples=4)
+    pages = one.table[other.running, 1]
+    other.table[other.running, 2] = pages  # the page of the same number ends it
+    slots.show(other, other.running)
+    assert slots.prefixes.tokens.tolist()[0] == 12
+    assert slots.prefixes.covered[:4].tolist() == [12] * 4

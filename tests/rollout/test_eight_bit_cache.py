@@ -33,6 +33,7 @@ from tests.rollout.test_paged_attention_kernel import (
     store_newest,
     take_out_newest,
 )
+from tests.rollout.test_shared_prefix_kernel import make_shared
 from verl.agents.policies import _engine_config
 from verl.config import TrainConfig
 from verl.config.rollout import RolloutConfig
@@ -135,6 +136,15 @@ def test_a_row_attends_to_pages_in_eight_bits(
     truth = expected(small.truth, **features)
     assert_near(out, truth)
     assert (truth - expected(batch, **features)).abs().max() > SMALLEST_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@interpreted
+def test_shared_pages_in_eight_bits(dtype: torch.dtype):
+    batch, hidden, prefixes = make_shared()
+    small = in_eight_bits(uneven(batch), dtype)
+    shared = small.batch._replace(table=hidden.table)
+    assert_near(attend(shared, **small.scales, prefixes=prefixes), expected(small.truth))
 
 
 @pytest.mark.parametrize("page_size", [8, 32])

@@ -27,6 +27,7 @@ from verl.rollout.embedded.kernels.layers import add_rms_norm, swiglu
 from verl.rollout.embedded.kernels.paged_attention import Fresh, decode_attention
 from verl.rollout.embedded.kernels.rope_store import rope_store
 from verl.rollout.embedded.kernels.routing import route
+from verl.rollout.embedded.kernels.shared_prefix import SharedPrefixes, can_share
 from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.twin import ModelTwin
@@ -77,6 +78,7 @@ class DeviceStep(NamedTuple):
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
     takes_fresh: bool  # attention rotates and stores the new tokens
+    prefixes: SharedPrefixes | None = None  # blocks of rows whose shared pages are read once
 
     def attend(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """Implement `Step.attend`."""
@@ -91,6 +93,7 @@ class DeviceStep(NamedTuple):
         The keys include that of the new token, which `fresh` stores if it is given.
         """
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
+        shares = facts.window is None and can_share(q.shape[1] // pages.keys.shape[1])
         decode_attention(
             q,
             pages.keys,
@@ -109,6 +112,7 @@ class DeviceStep(NamedTuple):
             split_tokens=self.split_tokens,
             workspace=self.workspace,
             fresh=fresh,
+            prefixes=self.prefixes if shares else None,
         )
 
         return out

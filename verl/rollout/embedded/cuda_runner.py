@@ -11,9 +11,8 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, TritonDecoder
 from verl.rollout.embedded.device_slots import DeviceSlots
 from verl.rollout.embedded.fused import GEMMA_FAMILIES, can_fuse
+from verl.rollout.embedded.graph_capture import captured
 from verl.rollout.embedded.kernels.decode_launch import (
     choose_num_splits,
     fixed_num_splits,
@@ -37,6 +37,7 @@ from verl.rollout.embedded.kernels.decode_launch import (
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance
+from verl.rollout.embedded.prefix_blocks import neighbors
 from verl.rollout.embedded.quantization import check_cache_runner, check_runner
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import Answer, IdLists, IntArray, Prefill
@@ -46,7 +47,6 @@ from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import ConfigError, RolloutError
-from verl.utils.garbage import not_collecting
 from verl.utils.logging import logger
 from verl.utils.reserved_memory import ReservedMemory
 from verl.utils.units import GIB
@@ -60,6 +60,10 @@ FIXED_SPLIT = 256
 # handle the fresh token in each program than in a separate kernel. With more programs the separate
 # kernel is comparatively small, and the programs are faster without this work.
 FRESH_PROGRAMS = 4
+# Pages that rows share are read once for several of them, if that spares each multiprocessor so
+# many tokens of a key head. The results of shared tokens must be stored and read again: at 0.5B,
+# 405 rows that were spared 204 tokens each took 30 us with it and 30 without, 576 rows 28 and 31.
+SPARED_TOKENS = 1200
 # A prefill of few tokens costs almost as much as one of many, so a slot or two that are free do not
 # interrupt a running batch.
 REFILL_SHARE = 1 / 16
@@ -75,19 +79,19 @@ def ladder(most: int) -> list[int]:
     return [*sizes, most]
 
 
+class StepKind(NamedTuple):
+    """What decides about the kernels of a step, apart from how its tokens are drawn."""
+
+    rows: int
+    several: bool  # rows may be tokens of one sample, which see one another
+    shares: bool  # pages that rows share are read once for several of them
+
+
 def _runs_experts_one_by_one(module: PreTrainedModel) -> bool:
     """Check for the experts of transformers that the host starts, one after the other."""
     if getattr(module.config, "_experts_implementation", None) != "eager":
         return False
     return any(name.endswith("experts") for name, _ in module.named_modules())
-
-
-def _neighbors(scheduler: Scheduler, slots: IntArray) -> IntArray:
-    """Return slots (b,) with the samples of a prompt side by side.
-
-    Its pages are then read from memory once, and again from the L2 cache.
-    """
-    return slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
 
 
 class CudaRunner(ModelRunner):
@@ -170,7 +174,7 @@ class CudaRunner(ModelRunner):
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         self._workspace = Workspace(most_rows, vocabulary, self.device)
 
-        self._graphs: dict[tuple[int, bool, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[StepKind, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # a single one, because cuBLAS keeps a workspace for every stream
         self._capture_stream = torch.cuda.Stream(self.device)
@@ -273,7 +277,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
         """Implement `ModelRunner.decode`."""
-        slots = _neighbors(scheduler, slots)
+        slots = neighbors(scheduler, slots, self.page_size)
         self._take_step(scheduler, slots)
         return [self._fetch(scheduler, slots, has_routes=self.num_routes > 0)]
 
@@ -282,7 +286,7 @@ class CudaRunner(ModelRunner):
         self, scheduler: Scheduler, slots: IntArray, prefills: Mapping[int, Prefill]
     ) -> Draws:
         """Implement `ModelRunner.decode_and_extend`: each token is a row of one step."""
-        slots = _neighbors(scheduler, slots)
+        slots = neighbors(scheduler, slots, self.page_size)
         fed = Fed.prefills(scheduler, prefills)
         # A sample draws from its own slot, so the last token goes there.
         before = fed.slots[~fed.is_last]
@@ -322,23 +326,42 @@ class CudaRunner(ModelRunner):
 
     def _take_step(self, scheduler: Scheduler, slots: IntArray, spare_of: IntArray = _NONE) -> None:
         """Feed `slots`, and for each of `spare_of` a spare slot, which has the pages of that one."""
-        several = spare_of.size > 0
         self.slots.show(scheduler, slots, spare_of)
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots) + len(spare_of))]
+        several = spare_of.size > 0
+        kind = StepKind(rows, several, shares=not several and self._shares(rows))
         if self.enforce_eager:
-            self._step(rows, several=several)
+            self._step(kind)
         else:
-            self._graph(rows, several=several).replay()
+            self._graph(kind).replay()
+
+    def _shares(self, rows: int) -> bool:
+        """Return whether pages that rows share are read once for several of them.
+
+        The output of a row then depends on the others, to the last bits.
+        """
+        if self.deterministic or self._is_small(rows):
+            return False
+        spared = self.slots.saved_tokens * rows * self._fewest_heads()
+        return spared >= SPARED_TOKENS * self._num_sms
+
+    def _is_small(self, rows: int) -> bool:
+        """Return whether the programs of attention, of one split each, all run at once."""
+        return rows * self._fewest_heads() <= FRESH_PROGRAMS * self._num_sms
+
+    def _fewest_heads(self) -> int:
+        return min(shape.heads for shape in self.layer_shapes().values())
 
     def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return DevicePrefillStep(layout, pages, offsets)
 
-    def _step(self, rows: int, *, several: bool) -> None:
-        """Feed the first `rows` rows, draw their next tokens and store them."""
+    def _step(self, kind: StepKind) -> None:
+        """Feed the first rows, draw their next tokens and store them."""
         assert self._body is not None
+        rows = kind.rows
         ids, positions, pages, offsets = self.slots.feed(rows)
         with self.recording() as recorded:
-            step = self._device_step(pages, offsets, several=several)
+            step = self._device_step(kind, pages, offsets)
             hidden = self._body(ids, positions, step)
             routes = recorded()
             if routes is not None:
@@ -366,22 +389,20 @@ class CudaRunner(ModelRunner):
 
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
-    def _device_step(self, pages: Tensor, offsets: Tensor, *, several: bool) -> DeviceStep:
+    def _device_step(self, kind: StepKind, pages: Tensor, offsets: Tensor) -> DeviceStep:
         """Return a step of b rows that write to `pages` (b,) at `offsets` (b,).
 
         Its memory for partial results is large enough for the layer with the most heads.
-        `several`: rows may be tokens of one sample, which see one another.
         """
-        rows = len(pages)
+        rows = kind.rows
         shapes = self.layer_shapes().values()
-        fewest_heads = min(shape.heads for shape in shapes)
         widest = max(max(shape.key_dim, shape.value_dim) for shape in shapes)
 
         split_tokens = FIXED_SPLIT if self.deterministic else None
         if split_tokens is None:
             num_splits = choose_num_splits(
                 rows,
-                fewest_heads,
+                self._fewest_heads(),
                 self._num_sms,
                 widest=widest,
                 eight_bits=self.cache_dtype.itemsize == 1,
@@ -396,9 +417,8 @@ class CudaRunner(ModelRunner):
             heads //= 1 if self.parallel is None else self.parallel.axis.size
             workspace = split_workspace(rows, heads, widest, num_splits, self.device)
 
-        is_small = rows * fewest_heads <= FRESH_PROGRAMS * self._num_sms
         # The attention kernel rotates a fresh token by its place, and no other row may see it.
-        is_supported = not self.slots.has_shifts and not several
+        is_supported = not self.slots.has_shifts and not kind.several
         return DeviceStep(
             slots=self.slots.rows[:rows],
             state=self.slots.state,
@@ -407,60 +427,45 @@ class CudaRunner(ModelRunner):
             num_splits=num_splits,
             split_tokens=split_tokens,
             workspace=workspace,
-            takes_fresh=split_tokens is None and is_small and is_supported,
+            takes_fresh=split_tokens is None and self._is_small(rows) and is_supported,
+            prefixes=self.slots.prefixes.of(rows) if kind.shares else None,
         )
 
-    def _graph(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
-        key = (rows, several, self._filtered, self._greedy)
+    def _graph(self, kind: StepKind) -> torch.cuda.CUDAGraph:
+        key = (kind, self._filtered, self._greedy)
         if key not in self._graphs:
             start = time.perf_counter()
-            self._graphs[key] = self._capture(rows, several=several)
+            self._graphs[key] = self._capture(kind)
             self.capture_s += time.perf_counter() - start
         return self._graphs[key]
 
-    def _capture(self, rows: int, *, several: bool) -> torch.cuda.CUDAGraph:
-        """Capture a step of `rows` rows.
+    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
+        """Capture a step.
 
         Raises RolloutError if a decode step of the model cannot be a graph.
         """
-        # Kernels are compiled at their first call, so that call must not be captured. The padding
-        # slot is fed in all rows, which changes no sample.
-        shown = self.slots.rows.clone()
-        self.slots.rows.fill_(self.slots.most_rows)
         stream = self._capture_stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-
-        with torch.cuda.stream(stream):
-            self._step(rows, several=several)
-            torch.cuda.synchronize(self.device)
-            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every
-            # capture. A collection during the capture may free device memory, which breaks it.
-            with not_collecting():
-                # NCCL's watchdog thread queries events during the capture.
-                errors_of = "global" if self.parallel is None else "thread_local"
-                try:
-                    graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
-                    self._step(rows, several=several)
-                # Interrupts too: a stream that is still capturing refuses all other work.
-                except BaseException as error:
-                    # This error only repeats that the capture is broken.
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    # The old pool may still count as in use by the capture.
-                    self._pool = torch.cuda.graph_pool_handle()
-                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(
-                        error, RuntimeError
-                    ):
-                        raise
-                    raise RolloutError(
-                        f"A decode step of '{self.module.config.model_type}' cannot be a CUDA "
-                        f"graph: {error}. Set actor_rollout_ref.rollout.enforce_eager=true."
-                    ) from error
-                graph.capture_end()
-
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.slots.rows.copy_(shown)
+        step = functools.partial(self._step, kind)
+        # NCCL's watchdog thread queries events during the capture.
+        errors_of = "global" if self.parallel is None else "thread_local"
+        with self.slots.only_padding():
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            # Kernels are compiled at their first call, so that call must not be captured.
+            with torch.cuda.stream(stream):
+                step()
+                torch.cuda.synchronize(self.device)
+            try:
+                graph = captured(step, stream, self._pool, errors_of=errors_of)
+            except BaseException as error:
+                self._pool = torch.cuda.graph_pool_handle()
+                is_full = isinstance(error, torch.OutOfMemoryError)
+                if is_full or not isinstance(error, RuntimeError):
+                    raise
+                raise RolloutError(
+                    f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: "
+                    f"{error}. Set actor_rollout_ref.rollout.enforce_eager=true."
+                ) from error
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
     def _fetch(self, scheduler: Scheduler, slots: IntArray, *, has_routes: bool = False) -> Draws:

@@ -5,12 +5,21 @@ tokens of a sample in one step: such a row has the page table of its sample and 
 The last slot belongs to no sample; rows that pad a batch feed it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.rollout.embedded.cuda_decoder import Slots
+from verl.rollout.embedded.kernels.shared_prefix import (
+    BLOCK_ROWS,
+    FEWEST_ROWS,
+    SharedPrefixes,
+)
 from verl.rollout.embedded.kernels.slots import feed
+from verl.rollout.embedded.prefix_blocks import prefix_blocks, prompt_ends
 from verl.rollout.embedded.samples import IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed
@@ -45,6 +54,8 @@ class DeviceSlots:
         self.state = Slots.allocate(self.most_rows + 1, width, device)
         # the slot of each row of the next step
         self.rows = torch.full((self.most_rows,), self.most_rows, dtype=torch.int32, device=device)
+        self.prefixes, self._blocks = SharedPrefixes.allocate(self.most_rows, device)
+        self.saved_tokens = 0.0  # see `PrefixBlocks`
         self.device = device
         self._first_spare = samples
         self._page_size = page_size
@@ -57,11 +68,13 @@ class DeviceSlots:
         if shifts:
             self._shifts = torch.zeros(self.most_rows + 1, dtype=torch.int64, device=device)
         self._shown = _NONE  # the slots that `rows` names now
+        self._shown_prompts = _NONE  # and where their prompts end
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes on the device."""
-        return sum(tensor.nbytes for tensor in (*self.state, *self._fed, self.rows))
+        tensors = (*self.state, *self._fed, self.rows, self._blocks)
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def has_shifts(self) -> bool:
@@ -79,7 +92,19 @@ class DeviceSlots:
 
     def forget(self) -> None:
         """Show all slots again at the next `show`."""
-        self._shown = _NONE
+        self._shown = self._shown_prompts = _NONE
+
+    @contextmanager
+    def only_padding(self) -> Iterator[None]:
+        """Feed the padding slot in all rows meanwhile, which changes no sample."""
+        shown = self.rows.clone()
+        blocks = self._blocks.clone()
+        self.rows.fill_(self.most_rows)
+        self._blocks.zero_()
+        yield
+        # Not after an error: the device may refuse, and the next rollout shows its slots anyway.
+        self.rows.copy_(shown)
+        self._blocks.copy_(blocks)
 
     def show(self, scheduler: Scheduler, slots: IntArray, owners: IntArray = _NONE) -> None:
         """Name the slots of the next step, and copy the page tables that it needs.
@@ -91,14 +116,17 @@ class DeviceSlots:
         parts: dict[str, IntArray] = {}
         if not np.array_equal(named, self._shown):
             self._shown = named
-            parts["rows"] = np.full(self.most_rows, self.most_rows, np.int64)
-            parts["rows"][: len(named)] = named
+            parts["named"] = np.full(self.most_rows, self.most_rows, np.int64)
+            parts["named"][: len(named)] = named
 
         width = scheduler.table.shape[1]
         changed = scheduler.take_changed()
         if changed.size or spare.size:
             parts["slots"] = np.concatenate([changed, spare])
             parts["tables"] = scheduler.table[np.concatenate([changed, owners])]
+        blocks = None if owners.size else self._new_blocks(scheduler, slots)
+        if blocks is not None:
+            parts["blocks"] = blocks
         if not parts:
             return
 
@@ -107,11 +135,29 @@ class DeviceSlots:
         arrived = send(torch.from_numpy(flat.astype(np.int32)), self.device)
         pieces = arrived.split([array.size for array in parts.values()])
         news = dict(zip(parts, pieces, strict=True))
-        if "rows" in news:
-            self.rows.copy_(news["rows"])
+        if "named" in news:
+            self.rows.copy_(news["named"])
         if "slots" in news:
             tables = news["tables"].view(-1, width)
             self.state.table[:, :width].index_copy_(0, news["slots"].long(), tables)
+        if "blocks" in news:
+            self._blocks.copy_(news["blocks"])
+
+    def _new_blocks(self, scheduler: Scheduler, slots: IntArray) -> IntArray | None:
+        """Return the numbers of `prefixes`, in order; None: they are those of the step before."""
+        ends = prompt_ends(scheduler, slots, self._page_size)
+        tokens = scheduler.prompt_tokens[slots] // self._page_size * self._page_size
+        prompts = np.stack([ends, tokens])
+        if np.array_equal(prompts, self._shown_prompts):
+            return None
+        self._shown_prompts = prompts
+
+        blocks = prefix_blocks(ends, tokens, fewest=FEWEST_ROWS, most=BLOCK_ROWS)
+        self.saved_tokens = blocks.saved
+        padded = []
+        for numbers, tensor in zip(blocks, self.prefixes):
+            padded.append(np.pad(numbers, (0, len(tensor) - len(numbers))))
+        return np.concatenate(padded)
 
     def place(self, scheduler: Scheduler, fed: Fed, slots: IntArray | None = None) -> None:
         """Set the next tokens (n,) of `slots` (n,); None: of the slots of their samples."""

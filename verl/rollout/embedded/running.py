@@ -28,6 +28,7 @@ class RunningSamples:
     def __init__(self, *, slots: int, longest: int, pages: int) -> None:
         self.running: IntArray = np.empty(0, np.int64)
         self.table = np.zeros((slots, pages), np.int64)
+        self.prompt_tokens = np.zeros(slots, np.int64)
         # tokens with keys in the pages, now or after the launched steps
         self.cached = np.zeros(slots, np.int64)
 
@@ -132,6 +133,7 @@ class RunningSamples:
         self.limits[slot] = sample.limit
         self.keys[slot] = sample.key
         self.shifts[slot] = sample.group.shift
+        self.prompt_tokens[slot] = len(sample.group.prompt)
         self._samples[slot] = sample
 
     def _save(self, slot: int) -> Sample:

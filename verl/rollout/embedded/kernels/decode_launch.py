@@ -17,6 +17,8 @@ _PROGRAMS_OF_EIGHT_BITS = (3, 4, 5)
 # Programs of four warps, and of two, that run at once on a multiprocessor with heads of 128.
 _PROGRAMS_OF_FOUR_WARPS = 3
 _PROGRAMS_OF_TWO_WARPS = 6
+# From so many programs a multiprocessor on, two warps are faster if shared tokens are left out.
+_PROGRAMS_OF_RESTS = 8
 
 
 class DecodeConfig(NamedTuple):
@@ -34,6 +36,11 @@ class DecodeConfig(NamedTuple):
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers
         return options
+
+
+def padded(count: int) -> int:
+    """Round up to a power of two, at least the 16 that matrix units need."""
+    return max(16, triton.next_power_of_2(count))
 
 
 class SplitWorkspace(NamedTuple):
@@ -108,6 +115,7 @@ def decode_config(
     *,
     eight_bits: bool = False,
     programs: int | None = None,
+    shares: bool = False,
 ) -> DecodeConfig:
     """Choose blocks and warps for a layer.
 
@@ -119,6 +127,10 @@ def decode_config(
     on an H200, and 47 in programs of 32 keys and two warps, of which six have room. With more than
     these, four warps are faster again, by 8 us of 78 for 450 rows of 578 tokens. Heads of 64 take
     less room, and two warps were faster at most sizes (350 rows of 651 tokens: 33 us, not 39).
+
+    If the batch `shares` pages, these programs take the rest of each row, of which much time goes
+    to the first loads. 1,024 rows with 16 tokens of their own, heads of 128, took 27 us in two
+    warps and 38 in four.
 
     Keys and values in `eight_bits` take as many registers again for their conversion. With two
     warps a program, five programs fit on a multiprocessor, and reductions join two warps instead of
@@ -137,6 +149,10 @@ def decode_config(
     if widest > 128:
         return DecodeConfig(block_n=32, num_warps=4, num_stages=3)
     max_registers = 168 if widest > 64 else None
+    if shares and programs is not None:
+        if programs > _PROGRAMS_OF_RESTS * PROCESSORS:
+            return DecodeConfig(32, 2, 3, max_registers)
+        return DecodeConfig(64, 4, 3, max_registers)
     if programs is None or programs <= _PROGRAMS_OF_FOUR_WARPS * PROCESSORS:
         return DecodeConfig(64, 4, 3, max_registers)
     if widest > 64 and programs > _PROGRAMS_OF_TWO_WARPS * PROCESSORS:

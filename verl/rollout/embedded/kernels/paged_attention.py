@@ -10,12 +10,8 @@ Nothing here allocates, or reads a tensor on the host, so every call can be part
 values that change from step to step are read from tensors at fixed addresses, and the grid depends
 on shapes alone.
 
-Rows of one prompt that are neighbors in the batch share its pages through the L2 cache. A separate
-pass over shared prefixes was always slower: with 16 rows a prompt on an H200, 170 us a layer at
-best against 159 without it (Qwen2.5-1.5B, 1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against
-56 (1.5B, 256 rows). Programs that take 2 or 4 rows and read their shared tokens once did not help
-either: with 256 tokens shared, two rows won while each had 50 of its own (106 us against 118 at 7B,
-1,024 rows), were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
+Rows of one prompt that are neighbors in the batch share its pages through the L2 cache. Where many
+rows share many tokens, `shared_prefix` reads these once for several rows.
 """
 
 from typing import NamedTuple
@@ -25,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.rollout.eight_bits import LARGEST
 from verl.rollout.embedded.kernels.decode_launch import (
     DecodeConfig,
     SplitWorkspace,
     decode_config,
     fixed_num_splits,
+    padded,
 )
 from verl.rollout.embedded.kernels.fresh_tokens import (
     load_with_partners,
@@ -38,7 +34,18 @@ from verl.rollout.embedded.kernels.fresh_tokens import (
     turned,
 )
 from verl.rollout.embedded.kernels.page_blocks import weigh_pages
+from verl.rollout.embedded.kernels.paged_checks import (
+    check_shapes,
+    partial_results,
+    scale_strides_of,
+)
 from verl.rollout.embedded.kernels.running_softmax import merged, store_mean, weigh_one
+from verl.rollout.embedded.kernels.shared_prefix import (
+    SharedPrefixes,
+    attend_prefixes,
+    overlaps,
+    with_prefix,
+)
 from verl.rollout.embedded.kernels.warp_blocks import warp_lookups, weigh_by_warps
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -81,6 +88,7 @@ def decode_attention(
     workspace: SplitWorkspace | None = None,
     config: DecodeConfig | None = None,
     fresh: Fresh | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> None:
     """Compute attention of the newest token of each of b rows; write it to `out` (b, Hq, Dv).
 
@@ -112,9 +120,11 @@ def decode_attention(
         config: None: `decode_config` chooses.
         fresh: the newest tokens, to be rotated (Su et al. 2021, equation 34, halves apart) and put
             into their pages. In eight bits, a row takes the exact numbers of its own token.
+        prefixes: blocks of rows with shared pages, which are read once a block. Only for a single
+            split, and neither with a window nor with fresh tokens.
     """
-    _check(q, keys, values, table, out, sinks)
-    scale_strides = _scale_strides(q, keys, values, key_scales, value_scales)
+    check_shapes(q, keys, values, table, out, sinks)
+    scale_strides = scale_strides_of(q, keys, values, key_scales, value_scales)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
     config = config or decode_config(
@@ -123,6 +133,7 @@ def decode_attention(
         q.dtype,
         eight_bits=key_scales is not None,
         programs=rows * kv_heads * num_splits if split_tokens is None else None,
+        shares=prefixes is not None,
     )
 
     if split_tokens is not None:
@@ -133,7 +144,7 @@ def decode_attention(
 
     partials = (None, None, None)
     if num_splits > 1:
-        partials = _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
+        partials = partial_results(workspace, rows, heads, kv_heads, num_splits, value_dim)
 
     news = (None,) * len(Fresh._fields)
     if fresh is not None:
@@ -151,15 +162,35 @@ def decode_attention(
         scale = scale / cap
         cap = cap * _LOG2_E.value
 
+    covered = (None, None, None)
+    if prefixes is not None:
+        assert num_splits == 1, f"shared pages and {num_splits} splits"
+        assert window is fresh is split_tokens is None, "shared pages are attended to as a whole"
+        scales = (key_scales, value_scales)
+        partial = attend_prefixes(
+            prefixes,
+            q,
+            keys,
+            values,
+            scales,
+            scale_strides,
+            table,
+            slots,
+            scale=scale,
+            cap=cap,
+        )
+        covered = (prefixes.covered, *partial)
+
     group = heads // kv_heads
     # A product takes at least 16 keys, and a warp has registers for 16 heads of 128 numbers.
     by_warps = (
         key_scales is None
         and q.dtype != torch.float32
-        and _block(group) == 16
+        and padded(group) == 16
         and config.block_n >= 16 * config.num_warps
     )
 
+    begins_early = prefixes is not None and overlaps(q.device)
     _attend[(rows, kv_heads, num_splits)](
         q,
         *news,
@@ -173,6 +204,7 @@ def decode_attention(
         sinks,
         out,
         *partials,
+        *covered,
         scale,
         cap,
         window,
@@ -186,94 +218,38 @@ def decode_attention(
         VALUE_DIM=value_dim,
         PAGE_SIZE=page_size,
         SPLIT_TOKENS=split_tokens,
-        BLOCK_M=_block(group),
+        BLOCK_M=padded(group),
         BLOCK_N=config.block_n,
-        BLOCK_DIM=_block(dim),
-        BLOCK_VALUE=_block(value_dim),
+        BLOCK_DIM=padded(dim),
+        BLOCK_VALUE=padded(value_dim),
         WARPS=config.num_warps if by_warps else 1,
+        OVERLAPS=begins_early,
+        launch_pdl=begins_early,
         **config.options,
     )
 
 
-def _room(
-    workspace: SplitWorkspace | None,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    num_splits: int,
-    value_dim: int,
-) -> SplitWorkspace:
-    assert workspace is not None, "more than one split a row needs a workspace"
-    count = rows * heads * num_splits
-    assert workspace.lse.numel() >= count, (
-        f"{count} partial results in a workspace for {workspace.lse.numel()}"
-    )
-    assert workspace.out.numel() >= count * value_dim, (
-        f"the workspace is for values of {workspace.out.shape[1]}"
-    )
-    assert workspace.arrived.numel() >= rows * kv_heads, (
-        f"the workspace is for {workspace.arrived.numel()} key heads"
-    )
-    return workspace
-
-
-def _block(count: int) -> int:
-    """Round up to a power of two, at least the 16 that matrix units need."""
-    return max(16, triton.next_power_of_2(count))
-
-
-def _check(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor, sinks: Tensor | None
-) -> None:
-    rows, heads, dim = q.shape
-    num_pages, kv_heads, page_size, value_dim = values.shape
-    assert keys.shape == (num_pages, kv_heads, page_size, dim), (keys.shape, values.shape)
-    assert heads % kv_heads == 0, f"{heads} query heads for {kv_heads} key heads"
-    assert page_size >= 8, f"pages of {page_size} tokens"
-    assert page_size & (page_size - 1) == 0, f"pages of {page_size} tokens, not a power of two"
-    assert q.stride(2) == keys.stride(3) == values.stride(3) == table.stride(1) == 1, (
-        "last dimensions must be contiguous"
-    )
-
-    assert out.shape == (rows, heads, value_dim), f"out must be (b, Hq, Dv), got {tuple(out.shape)}"
-    assert out.is_contiguous(), "out must be contiguous"
-    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32), (
-        "sinks must be (Hq,) fp32"
-    )
-
-
-def _scale_strides(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-) -> tuple[int | None, ...]:
-    """Return the strides of a page and a head of the scales; None without scales."""
-    if key_scales is None or value_scales is None:
-        assert key_scales is value_scales is None, "both or none have scales"
-        assert q.dtype == keys.dtype == values.dtype, (q.dtype, keys.dtype, values.dtype)
-        return None, None
-
-    assert keys.dtype == values.dtype, (keys.dtype, values.dtype)
-    assert keys.dtype in LARGEST, keys.dtype
-    assert key_scales.shape == value_scales.shape == keys.shape[:3], key_scales.shape
-    assert key_scales.stride() == value_scales.stride(), "scales of one kind of page"
-    assert key_scales.stride(2) == 1, "last dimensions must be contiguous"
-    return key_scales.stride()[:2]
-
-
 @triton.jit
-def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _span(
+    slot,
+    POSITIONS,
+    covered,
+    window,
+    num_splits,
+    SPLIT_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Return the keys [first, stop) that a row sees, and the origin and size of its splits.
+
+    The first `covered` keys are left out.
 
     Splits and blocks begin at multiples of their size, so that the first block of a row holds a key
     that it sees.
     """
     stop = tl.load(POSITIONS + slot) + 1
-    first = 0
+    first = covered
     if window is not None:
-        first = tl.maximum(stop - window, 0)
+        first = tl.maximum(stop - window, covered)
     if SPLIT_TOKENS is None:
         origin = first // BLOCK_N * BLOCK_N
         size = tl.cdiv(tl.maximum(tl.cdiv(stop - origin, num_splits), 1), BLOCK_N) * BLOCK_N
@@ -306,6 +282,9 @@ def _attend(
     PARTIAL_OUT,
     PARTIAL_LSE,
     ARRIVED,
+    COVERED,
+    PREFIX_OUT,
+    PREFIX_LSE,
     scale,
     cap,
     window,
@@ -330,6 +309,7 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Compute one split of one row, for the GROUP query heads of one key head.
 
@@ -358,8 +338,11 @@ def _attend(
         k, k_partner = load_with_partners(NEW_KEYS + new, dims, new_mask, DIM)
         v = tl.load(NEW_VALUES + new + dims, mask=new_mask, other=0.0)
 
+    covered = 0
+    if COVERED is not None:
+        covered = tl.load(COVERED + row)
     first, stop, origin, size = _span(
-        slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
+        slot, POSITIONS, covered, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
     )
 
     begin = tl.maximum(origin + split * size, first)
@@ -473,6 +456,11 @@ def _attend(
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
     real = group < GROUP
     at = row * GROUP * tl.num_programs(1) + heads
+    if COVERED is not None:
+        is_covered = real & (covered > 0)
+        m, total, acc = with_prefix(
+            m, total, acc, PREFIX_OUT, PREFIX_LSE, at, is_covered, VALUE_DIM, OVERLAPS
+        )
     count = tl.cdiv(stop - origin, size)
 
     if PARTIAL_OUT is not None and count > 1:

@@ -1,0 +1,70 @@
+"""Rows of a decode step in the order of their prompts, and blocks of rows that share pages."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from verl.rollout.embedded.running import RunningSamples
+from verl.rollout.embedded.samples import IntArray
+
+
+class PrefixBlocks(NamedTuple):
+    """The rows [rows[i], rows[i] + counts[i]) share the pages of their first tokens[i] tokens."""
+
+    rows: IntArray  # (n,)
+    counts: IntArray  # (n,)
+    tokens: IntArray  # (n,)
+    covered: IntArray  # (b,), the tokens of each row's block; 0: the row is in none
+
+    @property
+    def saved(self) -> float:
+        """Return the tokens that a row need not read for itself, on average."""
+        return float(((self.counts - 1) * self.tokens).sum()) / max(1, len(self.covered))
+
+
+def prompt_ends(samples: RunningSamples, slots: IntArray, page_size: int) -> IntArray:
+    """Return the last full page of each slot's prompt (b,), or -1.
+
+    Slots with the same one share all pages up to it, or have copies of them.
+    """
+    full = samples.prompt_tokens[slots] // page_size
+    return np.where(full > 0, samples.table[slots, np.maximum(full - 1, 0)], -1)
+
+
+def neighbors(samples: RunningSamples, slots: IntArray, page_size: int) -> IntArray:
+    """Return slots (b,) with the samples of a prompt side by side.
+
+    Its pages are then read from memory once, and again from the L2 cache. Prompts that begin alike
+    are neighbors, too.
+    """
+    ends = prompt_ends(samples, slots, page_size)
+    return slots[np.lexsort((ends, samples.table[slots, 0]))]
+
+
+def prefix_blocks(ends: IntArray, tokens: IntArray, *, fewest: int, most: int) -> PrefixBlocks:
+    """Cut neighbors of the same prompt into blocks of about equal size, up to `most` rows.
+
+    Args:
+        ends: (b,), see `prompt_ends`.
+        tokens: (b,), in the pages up to there.
+        fewest: rows of a prompt without blocks are less. With `most / 2`, b rows never have more
+            than b / fewest blocks.
+        most: rows of a block.
+    """
+    starts = np.flatnonzero(np.append(True, ends[1:] != ends[:-1])[: len(ends)])
+    sizes = np.diff(np.append(starts, len(ends)))
+    taken = (sizes >= fewest) & (ends[starts] >= 0)
+    starts, sizes = starts[taken], sizes[taken]
+
+    parts = -(-sizes // most)
+    prompt = np.repeat(np.arange(len(sizes)), parts)
+    part = np.arange(len(prompt)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin = sizes[prompt] * part // parts[prompt]
+    end = sizes[prompt] * (part + 1) // parts[prompt]
+    rows = starts[prompt] + begin
+    counts = end - begin
+
+    covered = np.zeros_like(tokens)
+    index = np.repeat(rows - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    covered[index] = tokens[index]
+    return PrefixBlocks(rows, counts, tokens[rows], covered)
