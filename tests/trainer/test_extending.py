@@ -1,6 +1,7 @@
 """A new algorithm is a short user file: a subclass of the trainer, or a file that registers its new
 parts."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.trainer.runs import run, same_bits, start_trainer, step_lines, weight
 from verl.algorithms.policy_losses import extra_losses
 from verl.trainer import PPOTrainer, RayPPOTrainer
 from verl.utils.errors import AlgorithmError, ConfigError
+from verl.utils.logging import logger
 from verl.utils.phases import phase
 from verl.workers import ActorWorker
 
@@ -352,3 +354,20 @@ def test_parts_can_be_passed_as_objects(tmp_path):
         assert line["critic/advantages/max"] > 0, (
             "the reward's field `uid` must not replace the prompts' own"
         )
+
+
+class Leaves(PPOTrainer):
+    def step(self, prompts):
+        sys.exit(0)
+
+
+def test_an_exit_in_a_step_is_no_interrupt(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    with pytest.raises(SystemExit):
+        train(Leaves, tmp_path)
+
+    line = Leaves.step.__code__.co_firstlineno + 1
+    assert said[-1].startswith(
+        f"Stopped by sys.exit() in line {line} of {__file__} in step 1 of 2."
+    )

@@ -112,7 +112,7 @@ def call_all(calls: Mapping[str, Callable[[], None]]) -> None:
     raise TrackerError(f"{len(errors)} trackers failed. {' '.join(texts)}") from first
 
 
-def _is_reported(error: Exception) -> bool:
+def _is_reported(error: BaseException) -> bool:
     """Return whether entry points have a message of their own for an error."""
     return isinstance(error, (ModuleNotFoundError, BrokenPipeError)) or is_about_files(error)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,7 +46,7 @@ from verl.utils.errors import (
 )
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
-from verl.utils.sigterm import sigterm_as_exit
+from verl.utils.sigterm import raised_by_signal, sigterm_as_exit
 from verl.utils.streams import show
 from verl.utils.timing import PhaseTimer
 from verl.workers.trained import TrainedWorker
@@ -307,8 +308,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     def log_end(self, error: BaseException) -> None:
         """Log the step in which an error or an interrupt ended the run, and the checkpoint to resume."""
-        is_interrupt = isinstance(error, (KeyboardInterrupt, SystemExit))
-        if not is_interrupt and self.global_step == 0:
+        if isinstance(error, Exception) and self.global_step == 0:
             return  # nothing has been trained yet
 
         # A checkpoint's step may be beyond the last step of this run.
@@ -323,7 +323,7 @@ class TrainingRun(ABC, Generic[Config]):
                 way_on = " trainer.resume_mode=auto goes on from there."
         logger.warning(
             "%s %s. Newest checkpoint in %s: %s.%s",
-            "Interrupted" if is_interrupt else f"Stopped by {type(error).__name__}",
+            _describe_end(error),
             place,
             self.checkpoints.root,
             newest or "none",
@@ -472,3 +472,13 @@ class TrainingRun(ABC, Generic[Config]):
         if self.trains:
             self.train_loader.load_state_dict(state["train_loader"])
         restore_rng_state(state["rng"])
+
+
+def _describe_end(error: BaseException) -> str:
+    """Return how the run was ended: by an error, an interrupt or `sys.exit()`."""
+    if isinstance(error, Exception):
+        return f"Stopped by {type(error).__name__}"
+    if isinstance(error, SystemExit) and not raised_by_signal(error):
+        frame = extract_tb(error.__traceback__)[-1]
+        return f"Stopped by sys.exit() in line {frame.lineno} of {frame.filename}"
+    return "Interrupted"

@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
 TERMINATED = 128 + signal.SIGTERM  # a shell's exit code for a command that the signal ended
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+# Signals by which people and schedulers end or warn a process.
+_ENDING = (*_INTERRUPTS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal sends Ctrl-C to torchrun and to its ranks, and torchrun then sends it to them again.
 _SAME_S = 1.0
 
@@ -110,6 +113,25 @@ def raise_swallowed() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, _Interrupt) and handler.has_raised:
         raise _Terminated if handler.was_called else KeyboardInterrupt
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Return whether a handler of a signal raised the error, or `sigterm_as_exit` for one.
+
+    A SystemExit of another origin is `sys.exit()` of the code that ran. Handlers are those set now,
+    and only functions, methods and objects with `__call__` in Python are recognized.
+    """
+    if isinstance(error, SystemExit) and error.code == TERMINATED:
+        return True
+
+    codes = set()
+    for number in _ENDING:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            codes.add(getattr(handler, "__code__", None))
+            codes.add(getattr(type(handler).__call__, "__code__", None))
+
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 @contextmanager

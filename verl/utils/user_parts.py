@@ -17,6 +17,7 @@ from verl.utils.errors import (
     line_in,
     text_or_source,
 )
+from verl.utils.sigterm import raised_by_signal
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,35 @@ class NamedPart:
 
     @contextmanager
     def naming_errors(
-        self, passes: Callable[[Exception], bool] = lambda error: False
+        self, passes: Callable[[Exception | SystemExit], bool] = lambda error: False
     ) -> Iterator[None]:
         """Raise errors of the function as `error_class`, with its name, file and line.
 
-        A VerlError, and an error that `passes` accepts, stays as it is.
+        `sys.exit()` is an error too: it would end the run, often with the exit code of success. A
+        VerlError, an error that `passes` accepts, and an exit by the handler of a signal stay as
+        they are.
         """
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, VerlError) or passes(error):
                 raise
+            if isinstance(error, SystemExit) and raised_by_signal(error):
+                raise
+
             frame = frame_of(error, self._file)
             where = ""
             if frame is not None:
                 where = f" in line {frame.lineno}"
                 if frame.filename != self._file:
                     where += f" of {frame.filename}"
-            raise self.error_class(
-                f"{self} raised {type(error).__name__}{where}: {text_or_source(error, frame)}. "
-                "VERL_TRACEBACK=1 shows where."
-            ) from error
+
+            if isinstance(error, SystemExit):
+                code = "" if error.code is None else repr(error.code)
+                fact = f"called sys.exit({code}){where}. Raise an error instead"
+            else:
+                fact = f"raised {type(error).__name__}{where}: {text_or_source(error, frame)}"
+            raise self.error_class(f"{self} {fact}. VERL_TRACEBACK=1 shows where.") from error
 
     @contextmanager
     def keeping(self, inputs: Mapping[str, Any]) -> Iterator[None]:

@@ -162,6 +162,6 @@ class CheckedTerm:
         return scalar.reshape(())
 
 
-def is_shortage(error: Exception) -> bool:
+def is_shortage(error: BaseException) -> bool:
     """Return whether memory ran out: the engine handles that, by smaller passes."""
     return shortage_of(error, torch.device("cpu")) is not None
