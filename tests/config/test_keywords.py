@@ -202,6 +202,7 @@ APART = HYBRID | {"critic_placement": [2, 3]}
         ({"dataset": "toy"}, "'dataset'. Nearest known: data.dataset_name, data.train_files"),
         ({"reward_funcs": len}, "'reward_funcs'. Nearest known: custom_reward_function.path"),
         ({"model": "toy"}, "Nearest known: actor_rollout_ref.model.path"),
+        ({"rewrd_fn": len}, "Unknown keyword 'rewrd_fn'. Nearest known: reward_fn"),
         ({"max_step": 2}, "Unknown keyword 'max_step'. Nearest known: trainer.max_steps"),
         (
             {"mode": "sync"},

@@ -286,12 +286,12 @@ def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
             RewardError,
             "Response 1 has the token ids 6 to 151643.*has 101.*another tokenizer",
         ),
-        (["a", "b"], ["q"], DataError, "one prompt a response, got 1 and 2"),
+        (["a", "b"], ["q"], DataError, "one for each of 2 responses, got 1"),
         (["a"], [[5, 6]], DataError, "Prompt 0 is given in token ids and response 0 as a text"),
         ([[5], [6]], [None, torch.tensor([7, 8])], RewardError, "Prompt 0 is missing"),
         ([[5], [6]], [chats()[0], [7, 8]], RewardError, "Prompt 0 must be a text or token ids"),
         ([[5], [6]], torch.tensor([7, 8]), RewardError, "Prompt 0 must be a text or token ids"),
-        (["a"], [{"role": "user"}], DataError, "prompt of response 0 must be a list of messages"),
+        (["a"], [{"role": "user"}], DataError, "got the messages of one. Give a list of chats"),
     ],
 )
 def test_inputs_that_cannot_be_scored_are_named(

@@ -72,6 +72,8 @@ _ELSEWHERE = {
     "num_generations": f"{_ROLLOUT}.n",
     "output_dir": "trainer.default_local_dir",
 }
+# Arguments of `RLTrainer` that are objects, for the message about a misspelt one.
+_OBJECTS = ("tokenizer", "reward_fn", "val_reward_fn", "train_dataset", "val_dataset")
 # The values that keys stand in for are known only with the whole configuration.
 OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
@@ -218,7 +220,8 @@ def _paths(values: Values) -> Iterator[tuple[str, str, Any]]:
             raise ConfigError(f"Unknown keyword '{name}': {way}")
         else:
             near = _ELSEWHERE.get(name)
-            near = near or nearest_keys(name, [*KEYWORDS, *SECTIONS, *OPTIONS, *tops, *known])
+            names = [*KEYWORDS, *SECTIONS, *OPTIONS, *_OBJECTS, *tops, *known]
+            near = near or nearest_keys(name, names)
             raise ConfigError(f"Unknown keyword '{name}'. Nearest known: {near}.")
 
 

@@ -21,6 +21,7 @@ from verl.tracking.records import FOLDER
 from verl.trainer import setup
 from verl.trainer.asked_prompts import AskedPrompts, listed
 from verl.trainer.episodes import whole_episodes
+from verl.trainer.given_parts import check_flag, check_number
 from verl.trainer.one_call import OneCall
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
@@ -218,14 +219,16 @@ class RLTrainer:
         Raises:
             DataError: no prompt is given, or one is not a prompt or too long; the message has its
                 number.
+            ConfigError: another argument has a wrong type or value.
             RolloutError: the engine did not answer every prompt.
             WorkerError: `train` runs in another thread.
         """
-        if not isinstance(n, Integral) or n < 1:
-            raise ConfigError(f"rollout(n=...) must be a whole number, at least 1, got {n!r}.")
+        check_number("rollout", "n", n)
+        check_flag("rollout", "greedy", greedy)
+        check_flag("rollout", "as_batch", as_batch)
         if seed is None:
             seed = self.rollout_config.seed + 2  # training has the first, validation the second
-        if not isinstance(seed, Integral):
+        if not isinstance(seed, Integral) or isinstance(seed, bool):
             raise ConfigError(f"rollout(seed=...) must be a whole number or None, got {seed!r}.")
 
         batch = self._asked.batch(prompts)
@@ -263,7 +266,7 @@ class RLTrainer:
             responses: texts, or a batch of `rollout(..., as_batch=True)`. A reward model also
                 takes token ids of its own tokenizer, see
                 `verl.workers.reward_inputs.compute_reward`.
-            prompts: B texts or chats; a batch has its own.
+            prompts: B texts or chats, or one text for all; a batch has its own.
             data_source: picks the reward rule; one value for all responses, or a list of B.
             ground_truth: the right answer; one value for all responses, or a list of B.
             extra_info: further input of the reward function; one value for all, or a list of B.
@@ -318,8 +321,10 @@ class RLTrainer:
             height: of the cell, in pixels.
 
         Raises:
+            ConfigError: `height` is no whole number above 0.
             DataError: nothing is recorded yet, or `trainer.record.enable` is False.
         """
+        check_number("show", "height", height)
         root = self.ppo.checkpoints.root
         if not (root / FOLDER).is_dir():
             raise DataError(

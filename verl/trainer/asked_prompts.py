@@ -74,6 +74,12 @@ class AskedPrompts:
                 f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or chats."
             )
 
+        if prompts.batch is not None and "responses" in prompts.batch:
+            raise DataError(
+                "A batch for rollout must have prompts without responses, got one of an earlier "
+                'rollout. Give its chats: rollout(list(batch.non_tensor_batch["raw_prompt"])).'
+            )
+
         batch = prompts.select()
         pictures = pictures_of(batch)
         fitted = []

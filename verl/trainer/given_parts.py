@@ -1,8 +1,11 @@
-"""Check parts that a program gives a trainer as objects, before a weight is loaded."""
+"""Check objects and arguments that a program gives a trainer, before a weight is loaded."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from verl.data import RLDataset
 from verl.utils.errors import ConfigError, DataError
@@ -99,3 +102,15 @@ def check_dataset(dataset: Any, name: str) -> None:
     row = read_row(dataset, 0)
     if not isinstance(row, Mapping):
         raise DataError(f"{expected}; row 0 is {describe_value(row)}.")
+
+
+def check_number(call: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless the argument of a call is a whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{call}({name}=...) must be a whole number, at least 1, got {value!r}.")
+
+
+def check_flag(call: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless the argument of a call is True or False."""
+    if not isinstance(value, Integral | np.bool_) or value not in (0, 1):
+        raise ConfigError(f"{call}({name}=...) must be True or False, got {value!r}.")

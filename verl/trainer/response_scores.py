@@ -2,7 +2,7 @@
 function."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from verl.rewards.manager import RewardManager
 from verl.rewards.results import call_reward
 from verl.rewards.text_tokenizer import TextTokenizer
 from verl.utils.errors import ConfigError, DataError, RewardError, restated
+from verl.utils.user_parts import describe_value
+from verl.workers.reward_inputs import one_prompt_each
 
 
 class RewardModelScorer:
@@ -72,7 +74,7 @@ class FunctionScorer:
         truths = _one_each("ground_truth", columns["ground_truth"], count)
         extras = _one_each("extra_info", columns["extra_info"], count)
 
-        batch = self._batch(responses, _one_each("prompts", prompts, count))
+        batch = self._batch(responses, one_prompt_each(prompts, count))
         batch.non_tensor_batch |= DataProto.from_dict(
             non_tensors={
                 self.source_key: sources,
@@ -86,7 +88,7 @@ class FunctionScorer:
     def _batch(self, responses: Sequence[str], prompts: Sequence[Any]) -> DataProto:
         """Build rows of one token that is the whole text, then empty ones up to its length in the
         actor's tokens."""
-        asked = ["" if prompt is None else plain_text(as_messages(prompt)) for prompt in prompts]
+        asked = [_text_of(prompt, number) for number, prompt in enumerate(prompts)]
         self.texts.texts = ["", *responses, *asked]
         encoded = self.tokenizer(list(responses), add_special_tokens=False, verbose=False)[
             "input_ids"
@@ -102,6 +104,16 @@ class FunctionScorer:
         return DataProto.from_dict(tensors=columns)
 
 
+def _text_of(prompt: Any, number: int) -> str:
+    """Return a prompt as text, empty for None. Raises DataError with its number."""
+    if prompt is None:
+        return ""
+    try:
+        return plain_text(as_messages(prompt))
+    except DataError as error:
+        raise DataError(f"The prompt of response {number} {error}.") from error
+
+
 def scores_of(manager: Any, batch: DataProto) -> Tensor:
     """Compute (B,) finite scores with a reward manager; raise RewardError for dropped rows too."""
     result = call_reward(manager, batch)
@@ -115,10 +127,17 @@ def scores_of(manager: Any, batch: DataProto) -> Tensor:
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
     """Return B entries: those of a list, array or column, or B times a single value."""
+    if isinstance(value, Iterator):
+        raise DataError(
+            f"compute_reward({name}=...) must be a list of {count} entries, or one for all, got "
+            f"{describe_value(value)}. Give list(...)."
+        )
+
     if hasattr(value, "tolist"):
         value = value.tolist()  # Python's own values, as rows of a file have them
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):
         return [value] * count
+
     entries = list(value)
     if len(entries) != count or hasattr(value, "columns"):
         found = f"a table of {len(value)} rows" if hasattr(value, "columns") else len(value)

@@ -1,7 +1,7 @@
 """Prepare the inputs of a reward model: conversations in its own tokens, of bounded length."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,10 +110,10 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     Args:
         responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists),
             or as one (B, T) tensor, where pad tokens at either end of a row do not count.
-        prompts: B texts or lists of messages, after which a response is the assistant's turn under
-            the reward model's chat template (ids are decoded for it); or B prompts in ids, before
-            responses in ids. None: a text is an assistant's turn without a question, and ids are
-            scored as they are.
+        prompts: B texts or lists of messages, or one text for all. A response is then the
+            assistant's turn under the reward model's chat template (ids are decoded for it). Or B
+            prompts in ids, before responses in ids. None: a text is an assistant's turn without a
+            question, and ids are scored as they are.
 
     Raises:
         RewardError: a response is missing, empty, of another tokenizer or longer than the model
@@ -123,12 +123,8 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     """
     _check_responses(responses)
     answers = _texts_or_ids(responses, "response", model.tokenizer)
-    if prompts is not None and len(prompts) != len(answers):
-        raise DataError(
-            f"compute_reward needs one prompt a response, got {len(prompts)} and {len(answers)}."
-        )
+    before: Any = one_prompt_each(prompts, len(answers))
     reader = RewardReader(model.tokenizer, model.max_length)
-    before: Any = [None] * len(answers) if prompts is None else prompts
     if any(_is_ids(prompt) for prompt in before):
         before = _texts_or_ids(before, "prompt", model.tokenizer)
 
@@ -144,6 +140,38 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     for row, ids in zip(conversations, encoded):
         sequences[row] = ids
     return model.score(reader.fit(sequences, _response))
+
+
+def one_prompt_each(prompts: Any, count: int) -> Any:
+    """Return the prompts of `count` responses: a list, or a matrix of token ids as it is.
+
+    One text is the prompt of all. None gives a list of None.
+
+    Raises:
+        DataError: they are no list, or not as many as the responses.
+    """
+    if prompts is None or isinstance(prompts, str):
+        return [prompts] * count
+
+    expected = (
+        "compute_reward(prompts=...) must be a list of texts or chats, one for each of "
+        f"{count} responses"
+    )
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping | DataProto)
+    if isinstance(prompts, Tensor):
+        is_list = prompts.ndim > 0
+    if not is_list:
+        fact = " ".join(str(prompts).split())
+        raise DataError(f"{expected}, got {type(prompts).__name__}: {fact:.80}.")
+
+    entries: Any = prompts
+    if not isinstance(prompts, Tensor):
+        entries = list(prompts)
+    if len(entries) and isinstance(entries[0], Mapping):
+        raise DataError(f"{expected}, got the messages of one. Give a list of chats: [chat].")
+    if len(entries) != count:
+        raise DataError(f"{expected}, got {len(entries)}.")
+    return entries
 
 
 def _encode(tokenizer: Any, conversations: Sequence[Messages]) -> list[list[int]]:
@@ -170,7 +198,7 @@ def _check_responses(responses: Any) -> None:
         fits = responses.ndim == 2
         got = f"{tuple(responses.shape)}"
     else:
-        fits = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
+        fits = isinstance(responses, Sized) and not isinstance(responses, str | bytes | Mapping)
         got = f"{responses!r:.80}"
     if not fits or not len(responses):
         raise DataError(
