@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
+from verl.rewards.managers import reward_managers
 from verl.trainer import RLTrainer
 from verl.utils.errors import ConfigError, DataError, RewardError
 
@@ -104,3 +105,24 @@ def test_a_configured_manager_is_checked_at_start(tmp_path, body, message):
     keys = {"actor_rollout_ref.model.external_lib": str(file), "reward_model.reward_manager": name}
     with pytest.raises((ConfigError, RewardError), match=message):
         RLTrainer(TOY | keys)
+
+
+@reward_managers.register("test_without_return_dict")
+class WithoutReturnDict:
+    def __init__(self, tokenizer): ...
+
+    def __call__(self, data):
+        return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"data.dataset_name": "toy"}, {"actor_rollout_ref.model.path": "toy", "n": 2}],
+    ids=["with data", "without data"],
+)
+def test_a_configured_manager_is_named_by_its_key(data):
+    message = r"^reward_model\.reward_manager=test_without_return_dict scores whole batches"
+    with pytest.raises(ConfigError, match=message):
+        RLTrainer(
+            data, adv_estimator="grpo", reward_model={"reward_manager": "test_without_return_dict"}
+        )

@@ -107,8 +107,7 @@ class RLTrainer:
         if self.missing is not None:
             load_user_code(self.config)
             tokenizer = setup.actor_tokenizer(self.config, tokenizer)
-            if reward_fn is None:
-                reward_fn = setup.build_reward(self.config, tokenizer, num_examine=0)
+            reward_fn = setup.training_reward(self.config, tokenizer, reward_fn)
             train_dataset = _NoRows(self.config.data.train_batch_size)
 
         self.ppo = trainer_class(self.config)(
