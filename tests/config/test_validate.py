@@ -529,6 +529,14 @@ def test_a_batch_of_zero_is_the_one_that_fully_asynchronous_training_requires(bu
             ],
             "dynamic_validation=True has no effect with trainer.test_freq=-1",
         ),
+        (
+            [
+                *(f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.max_tokens_per_turn=65"),
+                "data.max_response_length=64",
+            ],
+            "multi_turn.max_tokens_per_turn=65 has no effect: all turns of an episode share "
+            "data.max_response_length=64 tokens",
+        ),
     ],
 )
 def test_doubtful_combinations_give_a_warning(
@@ -546,6 +554,8 @@ def test_usual_thresholds_give_no_warning(build: Load, log: pytest.LogCaptureFix
         *(f"{CORRECTION}.rollout_token_veto_threshold=1e-4", f"{CORRECTION}.rollout_is=token"),
         *("trainer.max_steps=5", "trainer.critic_warmup=4", "trainer.profile_steps=[1,5]"),
         *(f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.fsdp_config.fsdp_size=1"),
+        *(f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.max_tokens_per_turn=64"),
+        "data.max_response_length=64",
     )
     assert not log.records
 

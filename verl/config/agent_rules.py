@@ -171,8 +171,17 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Mess
 
 
 def agent_doubts(config: TrainConfig) -> Messages:
-    """Yield settings of policies that nothing reads."""
-    for role, policy in config.actor_rollout_ref.rollout.agent.policies.items():
+    """Yield settings of turns and policies that change nothing."""
+    rollout = config.actor_rollout_ref.rollout
+    of_turn = rollout.multi_turn.max_tokens_per_turn
+    if rollout.uses_agents and of_turn is not None and of_turn > rollout.response_length:
+        yield (
+            f"{_ROLLOUT}.multi_turn.max_tokens_per_turn={of_turn} has no effect: all turns of an "
+            f"episode share data.max_response_length={rollout.response_length} tokens. Lower it, "
+            "or raise data.max_response_length."
+        )
+
+    for role, policy in rollout.agent.policies.items():
         unread = _unread_by(policy)
         if unread:
             yield (
