@@ -346,6 +346,13 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "no file can be written into /data",
         "export TMPDIR=",
     ),
+    "a folder for temporary files that is missing": (
+        environment(TMPDIR="/missing"),
+        "TMPDIR",
+        "warn",
+        "no file can be written into /missing, so temporary files go to /data",
+        "mkdir -p /missing",
+    ),
     "a folder of models that is read alone": (
         host(unwritable=["models from the hub"]),
         "disk, models from the hub",

@@ -76,3 +76,17 @@ def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
     with pytest.raises(ConfigError, match=r"bytes too long\. Set TMPDIR to a shorter one"):
         make_scratch()
+
+
+def test_a_folder_that_python_passes_over_is_named(folder, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("verl.utils.scratch.say_once", lambda text, level: said.append(text))
+    make_scratch()
+    assert said == []
+
+    monkeypatch.setenv("TMPDIR", "/missing")
+    make_scratch()
+    assert said == [
+        f"TMPDIR=/missing takes no file, so sockets and logs of this run lie in {folder}. Make "
+        "the folder, or unset TMPDIR."
+    ]

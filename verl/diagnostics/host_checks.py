@@ -1,6 +1,7 @@
 """Check memory, limits, disks and NCCL variables: pure functions of a World."""
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 
@@ -138,6 +139,13 @@ def disks(world: World) -> Findings:
 
     if roomy:
         yield Finding("disk", "ok", "; ".join(roomy))
+
+    named = world.environment.get("TMPDIR")
+    used, _ = world.host.disks["temporary files"]
+    is_usable = "temporary files" not in world.host.unwritable
+    if named and is_usable and os.path.abspath(named) != used:
+        evidence = f"no file can be written into {named}, so temporary files go to {used}"
+        yield Finding("TMPDIR", "warn", evidence, f"mkdir -p {named}  # or unset TMPDIR")
 
 
 def nccl_variables(world: World) -> Findings:

@@ -1,6 +1,7 @@
 """Folders for sockets and notes of running processes, which the next start removes after a kill."""
 
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -9,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl.utils.errors import ConfigError
+from verl.utils.logging import say_once
 
 _PREFIX = "verl-"
 _SUFFIX = ".tmp"
@@ -21,8 +23,18 @@ _held: dict[Path, int] = {}
 def make_scratch() -> Path:
     """Make a folder for this process, and remove those of processes that were killed.
 
+    Warns where Python passes over $TMPDIR, as it does silently for a folder that takes no file.
     Raises ConfigError if its path is too long for a socket.
     """
+    named = os.environ.get("TMPDIR")
+    used = tempfile.gettempdir()
+    if named and os.path.abspath(named) != used:
+        say_once(
+            f"TMPDIR={named} takes no file, so sockets and logs of this run lie in {used}. Make "
+            "the folder, or unset TMPDIR.",
+            logging.WARNING,
+        )
+
     remove_left_behind()
     path = scratch_path(secrets.token_urlsafe(6))
     num_bytes = len(os.fsencode(path))
