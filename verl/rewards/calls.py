@@ -8,6 +8,7 @@ threads. When too many calls are abandoned, calls move to processes, which can b
 
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +90,10 @@ class Caller:
         """
         deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         if self.is_async:
-            self._loop = self._loop or start_loop()
+            if self._loop is None:
+                self._loop = start_loop()
+                # Its thread would go on after this caller, as after the trainer that it served.
+                weakref.finalize(self, self._loop.close).atexit = False
             return Coroutines(self.function, deadline, self._loop)
         if isinstance(self.function, ProcessFunction):
             return ProcessThreads(self.function, deadline, stop_at_failure, at_once)

@@ -95,7 +95,7 @@ class Coroutines:
 def start_loop() -> LoopThread:
     """Start an event loop in a daemon thread.
 
-    It lives as long as the run, so that the function can keep clients that are bound to it.
+    It lives as long as its caller, so that the function can keep clients that are bound to it.
     """
     try:
         return LoopThread(f"{THREAD_NAME}-loop")

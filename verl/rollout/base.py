@@ -85,6 +85,10 @@ class RolloutEngine(WeightTaker, Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End processes and threads that the engine has started; it is not used afterwards."""
+        ...
+
     def statistics(self) -> dict[str, float]:
         """Return counters since the engine last began to work.
 
@@ -148,6 +152,9 @@ class EngineClass:
 
     def reserve(self, room: Room) -> None:
         """Implement `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
+
+    def close(self) -> None:
+        """Implement `RolloutEngine.close`. An engine within this process has started nothing."""
 
     @property
     def is_ready(self) -> bool:

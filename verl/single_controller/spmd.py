@@ -101,7 +101,12 @@ class LocalPool:
         return [self]
 
     def shutdown(self) -> None:
-        """Do nothing: this process continues."""
+        """Close the workers and let go of them: this process continues."""
+        self._background.finish()
+        workers = list(self._workers.values())
+        self._workers.clear()
+        for worker in workers:
+            worker.close()
 
 
 def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPool | SpmdPool":

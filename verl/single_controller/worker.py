@@ -39,6 +39,12 @@ class Worker:
         """Return the number of shares."""
         return self.world_size
 
+    def close(self) -> None:
+        """End processes and threads that this worker has started.
+
+        Called where the worker's process goes on after the run. Elsewhere they end with it.
+        """
+
     def _register_dispatch_collect_info(
         self, mesh_name: str, dp_rank: int, is_collect: bool
     ) -> None:

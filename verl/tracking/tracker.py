@@ -31,6 +31,7 @@ class Tracker:
         # All names are looked up before any run is started at a remote tracker.
         factories = {name: tracker_backends.get(name) for name in backends}
         self.backends: list[TrackerBackend] = []
+        self.is_finished = False
         self._parts: list[NamedPart] = []
         with self.closed_after_error():
             for name, factory in factories.items():
@@ -62,6 +63,7 @@ class Tracker:
 
     def finish(self) -> None:
         """Write everything and close."""
+        self.is_finished = True
         self._each(lambda backend: backend.finish())
 
     @contextmanager

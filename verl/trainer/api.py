@@ -1,7 +1,7 @@
 """Training from a program or a notebook: one object that trains, rolls out and scores."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -16,16 +16,17 @@ from verl.config.rules import training_data_is_named
 from verl.diagnostics.parts import load_user_code
 from verl.diagnostics.view.notebook import Page, load_run
 from verl.protocol import DataProto
-from verl.tracking.console import step_line
 from verl.tracking.records import FOLDER
 from verl.trainer import setup
 from verl.trainer.asked_prompts import AskedPrompts, listed
 from verl.trainer.episodes import whole_episodes
 from verl.trainer.given_parts import check_flag, check_number
+from verl.trainer.handed_out import ClosedRun, LiveRole, StepMetrics
 from verl.trainer.one_call import OneCall
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
-from verl.utils.errors import ConfigError, DataError, WorkerError
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.garbage import free_memory
 from verl.utils.logging import show_log
 from verl.workers.reward_inputs import compute_reward
 
@@ -83,6 +84,15 @@ class RLTrainer:
         trainer = RLTrainer({"data.dataset_name": "toy"}, lr=1e-3, rollout_config={"n": 8})
         trainer.train(micro_batch_size=8, gradient_accumulation_steps=8)
         print(trainer.rollout(["3 + 11 = ?"]))
+        trainer.close()
+        ```
+
+        Several trainers, one after the other:
+
+        ```python
+        for lr in (1e-4, 1e-3):
+            with RLTrainer({"data.dataset_name": "toy"}, lr=lr) as trainer:
+                print(lr, trainer.train())
         ```
     """
 
@@ -110,7 +120,7 @@ class RLTrainer:
             reward_fn = setup.training_reward(self.config, tokenizer, reward_fn)
             train_dataset = _NoRows(self.config.data.train_batch_size)
 
-        self.ppo = trainer_class(self.config)(
+        self.ppo: Any = trainer_class(self.config)(
             self.config,
             tokenizer=tokenizer,
             reward_fn=reward_fn,
@@ -139,7 +149,7 @@ class RLTrainer:
         return self.ppo.metrics
 
     @property
-    def critic(self) -> "LiveRole":
+    def critic(self) -> LiveRole:
         """Return the critic; its `model` is the module that is trained.
 
         Raises:
@@ -151,6 +161,7 @@ class RLTrainer:
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs none. Set "
                 "algorithm.adv_estimator=gae."
             )
+        self._calls.require_open("critic")
         self._load_models()
         return LiveRole("critic", self.ppo.critic_wg, ranks_of_roles(self.config)["critic"])
 
@@ -162,7 +173,7 @@ class RLTrainer:
         micro_batch_size: int | None = None,
         gradient_accumulation_steps: int | None = None,
         amp: bool | None = None,
-    ) -> "StepMetrics":
+    ) -> StepMetrics:
         """Train to the last step, and return its metrics.
 
         Training resumes from the newest checkpoint, if one exists.
@@ -309,6 +320,7 @@ class RLTrainer:
                 "Give it a batch: compute_reward(trainer.rollout(prompts, as_batch=True))."
             )
 
+        self._calls.require_open("compute_reward")
         return self._reward_function.score(
             listed("compute_reward", "responses", responses), prompts, columns
         )
@@ -332,6 +344,36 @@ class RLTrainer:
             )
         return load_run(root).show(height=height)
 
+    def close(self) -> None:
+        """End the processes, servers and threads of this trainer, and free its models.
+
+        For a program that makes several trainers, one after the other: each takes the memory and
+        the GPUs of the one before. `config`, `tokenizer`, `metrics` and `show` can still be used.
+        Weights without a checkpoint are lost. A second call does nothing. Under torchrun the other
+        ranks end, so this is the program's last trainer.
+
+        Raises:
+            WorkerError: `train` runs in another thread, or this is a call within another one.
+        """
+        if self._calls.is_closed:
+            return
+        with self._calls.last("close"):
+            run = self.ppo
+            self.ppo = ClosedRun(run.tokenizer, run.metrics, run.checkpoints)
+            for part in ("_reward_model", "_reward_function", "_asked"):
+                vars(self).pop(part, None)  # cached; they keep models and processes
+            try:
+                run.close()
+            finally:
+                del run
+                free_memory()
+
+    def __enter__(self) -> "RLTrainer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     # ---------------------------------------------------------------- parts
 
     @cached_property
@@ -346,7 +388,7 @@ class RLTrainer:
     def _reward_function(self) -> FunctionScorer:
         return FunctionScorer(self.config, self.tokenizer)
 
-    def _train(self, **options: Any) -> "StepMetrics":
+    def _train(self, **options: Any) -> StepMetrics:
         if self.has_trained:
             way_on = "it begins anew, because no checkpoint was written (trainer.save_freq)"
             if self.ppo.checkpoints.newest_name() is not None:
@@ -392,37 +434,6 @@ class RLTrainer:
         assign(self.config, changed)
         if self.has_models:
             self.ppo.renew_sizes()
-
-
-class StepMetrics(dict[str, float]):
-    """The metrics of a step by name; its repr is the step's line, not a hundred entries."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no step was trained"
-        step = self.get("training/global_step", "?")
-        return f"step {step}: {step_line(self)} ({len(self)} metrics; dict(...) shows them)"
-
-
-@dataclass(frozen=True)
-class LiveRole:
-    """A model that is trained, wherever it is."""
-
-    name: str
-    group: Any
-    ranks: list[int]
-
-    @property
-    def model(self) -> Any:
-        """Return the module itself. Raises WorkerError where it is not in this process alone."""
-        if "worker" not in vars(self.group):
-            raise WorkerError(
-                f"The {self.name} is no module of this process: its weights lie on the ranks "
-                f"{self.ranks}. Train in one process to have it at hand, or read it from a "
-                "checkpoint (trainer.save_freq; `python -m verl.model_merger merge` makes a folder "
-                "of transformers)."
-            )
-        return self.group.worker.engine.hf_model
 
 
 def _refuse_unread(columns: Mapping[str, Any], reason: str) -> None:

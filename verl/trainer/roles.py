@@ -143,6 +143,18 @@ class RunOfRoles(TrainingRun[TrainConfig]):
         if self.config.algorithm.rollout_correction.bypass_mode:
             self.actor_wg.compare_with_rollout()
 
+    def close(self) -> None:
+        """End the processes, servers and threads of this run, which then cannot go on.
+
+        Its models are freed once nothing refers to the run. Under torchrun the other ranks end.
+        """
+        self.train_loader.close()
+        try:
+            if hasattr(self, "tracker") and not self.tracker.is_finished:
+                self.tracker.finish()
+        finally:
+            self.pool.shutdown()
+
     def link_weights(self) -> WeightLink:
         """Connect the rollout with the actor, because it generates with the actor's weights."""
         if not rollout_is_apart(self.config):

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,14 @@ def finalize(thing: object, action: Callable[..., object], *arguments: Any) -> w
     finalizer = weakref.finalize(thing, action, *arguments)
     atexit.register(finalizer)
     return finalizer
+
+
+def free_memory() -> None:
+    """Collect objects that refer to each other, and return unused device memory to the system."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

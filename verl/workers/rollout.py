@@ -270,6 +270,11 @@ class RolloutWorker(RolloutEngineWorker):
         if self.agents is not None:
             self.agents.close()
 
+    def close(self) -> None:
+        """End the processes and threads of agents and of the engine; see `Worker.close`."""
+        self.close_agents()
+        self.engine.close()
+
     def _generate(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> Iterator[Completion]:

@@ -166,3 +166,21 @@ def test_a_server_that_was_lost_during_a_push_does_not_stay_paused(settings, sta
     fleet.note_lost(fleet.members[0], ServerLostError("lost"))
     draw(rollout)
     assert not server.is_paused
+
+
+def test_a_closed_engine_ends_its_threads_and_no_server_of_the_user(settings, start):
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "verl-server"}
+
+    server = start("vllm", "0.32.0")
+    before = threads()
+    rollout = updated_rollout(settings, server)
+    draw(rollout)
+    mine = threads() - before
+    assert mine
+
+    rollout.close()
+    for thread in mine:
+        thread.join(timeout=5.0)
+    assert not threads() & mine
+    assert len(draw(updated_rollout(settings, server))) == 8

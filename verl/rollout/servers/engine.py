@@ -118,7 +118,8 @@ class ServerEngine(EngineClass):
             run_name=self._run_name,
         )
 
-        self._waiting: SimpleQueue[_Sample] = SimpleQueue()
+        self._started_here: OwnedServers | InProcessVLLM | None = None
+        self._waiting: SimpleQueue[_Sample | None] = SimpleQueue()  # None ends a thread
         self._num_threads = 0
         self._samples: dict[int, _Sample] = {}
         self._ended: SimpleQueue[tuple[_Sample, Drawn | BaseException]] = SimpleQueue()
@@ -142,7 +143,7 @@ class ServerEngine(EngineClass):
         elif urls:
             self.join(urls)
         else:
-            owned = OwnedServers(
+            owned = self._started_here = OwnedServers(
                 self.server_class, self.config, self.model, self._dtype, lora_rank=self._lora_rank
             )
             urls = owned.urls
@@ -182,14 +183,19 @@ class ServerEngine(EngineClass):
     def _start_in_process(self) -> Server:
         if self.config.free_cache_engine and not self.can_sleep:
             logger.info("vLLM keeps its memory while training: it sleeps on CUDA alone.")
-        return InProcessVLLM(
-            self.config,
-            self.model,
-            self._dtype,
-            self._device,
-            lora_rank=self._lora_rank,
-            can_sleep=self.can_sleep,
+        parts = (self.config, self.model, self._dtype, self._device)
+        server = self._started_here = InProcessVLLM(
+            *parts, lora_rank=self._lora_rank, can_sleep=self.can_sleep
         )
+        return server
+
+    def close(self) -> None:
+        """Implement `RolloutEngine.close`. Servers that the user has started go on."""
+        while self._num_threads:
+            self._num_threads -= 1
+            self._waiting.put(None)
+        if self._started_here is not None:
+            self._started_here.close()
 
     @property
     def fleet(self) -> Fleet:
@@ -333,8 +339,7 @@ class ServerEngine(EngineClass):
             threading.Thread(target=self._work, name="verl-server", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            sample = self._waiting.get()
+        while (sample := self._waiting.get()) is not None:
             outcome: Drawn | BaseException
             try:
                 outcome = self._draw(sample)
