@@ -93,6 +93,7 @@ def test_a_closed_trainer_can_be_read_and_not_used(tmp_path):
     message = r"was called after close\(\), which has freed the models. Make a new RLTrainer"
     for call in (
         trainer.train,
+        trainer.__enter__,
         lambda: trainer.rollout(["1 + 1 = ?"]),
         lambda: trainer.compute_reward(["1"], data_source="toy", ground_truth="1"),
     ):

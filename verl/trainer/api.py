@@ -369,6 +369,7 @@ class RLTrainer:
                 free_memory()
 
     def __enter__(self) -> "RLTrainer":
+        self._calls.require_open("__enter__")
         return self
 
     def __exit__(self, *error: object) -> None:
