@@ -201,6 +201,8 @@ APART = HYBRID | {"critic_placement": [2, 3]}
         ({"learning_rate": 1e-6}, "Unknown keyword 'learning_rate'. Nearest known: lr"),
         ({"dataset": "toy"}, "'dataset'. Nearest known: data.dataset_name, data.train_files"),
         ({"reward_funcs": len}, "'reward_funcs'. Nearest known: custom_reward_function.path"),
+        ({"compute_score": len}, "'compute_score'. Nearest known: custom_reward_function.path"),
+        ({"steps": 5}, "Unknown keyword 'steps'. Nearest known: max_steps"),
         ({"model": "toy"}, "Nearest known: actor_rollout_ref.model.path"),
         ({"rewrd_fn": len}, "Unknown keyword 'rewrd_fn'. Nearest known: reward_fn"),
         ({"max_step": 2}, "Unknown keyword 'max_step'. Nearest known: trainer.max_steps"),
@@ -292,6 +294,9 @@ def test_wrong_config_type_or_missing_file_is_an_error(tmp_path: Path):
         made(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"must end in .yaml, got 'run.yml'. Rename it"):
         made("run.yml")
+    for text in ("Qwen/Qwen2.5-0.5B", "data.dataset_name=toy"):
+        with pytest.raises(ConfigError, match=f"path of a YAML file, got '{text}'. Give settings"):
+            made(text)
 
 
 def test_servers_are_keywords():

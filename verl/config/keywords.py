@@ -69,6 +69,9 @@ _ELSEWHERE = {
     "train_dataset": "data.train_files",
     "eval_dataset": "data.val_files",
     "reward_funcs": "custom_reward_function.path",
+    "reward_function": "custom_reward_function.path, reward_fn",
+    "compute_score": "custom_reward_function.path",
+    "steps": "max_steps",
     "num_generations": f"{_ROLLOUT}.n",
     "output_dir": "trainer.default_local_dir",
 }
@@ -159,6 +162,12 @@ def _given(config: Any) -> dict[str, Any]:
 
     if isinstance(config, Mapping):
         return given_values(config)
+    if isinstance(config, str) and Path(config).suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"A configuration in a text is the path of a YAML file, got '{config}'. Give settings "
+            "as keys and keywords: RLTrainer({'actor_rollout_ref.model.path': ..., "
+            "'data.train_files': ...}, lr=1e-6)."
+        )
     if isinstance(config, str | Path):
         return read_yaml(config)
     raise ConfigError(
