@@ -547,7 +547,8 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
         with pytest.raises(RewardError, match=message):
             checked_result(good | change, responses)
 
-    with pytest.raises(RewardError, match="of shape"):
+    message = r"of shape \(2, 3\), got a tensor of shape \(2, 3\) without the dict"
+    with pytest.raises(RewardError, match=message):
         checked_result(torch.ones(2, 3), responses)
 
 

@@ -96,7 +96,9 @@ def _scores_in(result: Any, responses: Tensor) -> Tensor:
         or tensor.shape != responses.shape
     ):
         got = result if tensor is None else tensor
-        if isinstance(got, Tensor):
+        if isinstance(result, Tensor):
+            found = f"a tensor of shape {tuple(result.shape)} without the dict"
+        elif isinstance(got, Tensor):
             found = f"{got.dtype} of shape {tuple(got.shape)}"
         else:
             found = type(got).__name__
