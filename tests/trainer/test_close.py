@@ -101,6 +101,20 @@ def test_a_closed_trainer_can_be_read_and_not_used(tmp_path):
             call()
 
 
+def test_models_of_a_dropped_trainer_are_freed_before_the_next_are_loaded(tmp_path):
+    """A cell of a notebook that runs again drops the trainer, and does not close it."""
+    gc.disable()  # Python's collector may run at any time, or not for a long time
+    try:
+        trainer = trainer_in(tmp_path / "first")
+        trainer.rollout(["1 + 1 = ?"])
+        model = weakref.ref(trainer.ppo.actor_wg.worker.engine.hf_model)
+        trainer = trainer_in(tmp_path / "second")
+        trainer.rollout(["1 + 1 = ?"])
+    finally:
+        gc.enable()
+    assert model() is None
+
+
 def test_a_trainer_closes_after_an_error(tmp_path):
     with pytest.raises(KeyError, match="mine"), trainer_in(tmp_path) as trainer:
         trainer.rollout(["1 + 1 = ?"])

@@ -413,6 +413,8 @@ class RLTrainer:
 
     def _load_models(self) -> None:
         if not self.has_models:
+            # A cell of a notebook that runs again has dropped a trainer without closing it.
+            free_memory()
             self.ppo.init_workers()
             self.has_models = True
 
