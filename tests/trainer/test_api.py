@@ -144,6 +144,16 @@ def test_a_second_train_without_a_checkpoint_would_begin_anew(tmp_path):
         trainer.train()
 
 
+def test_a_run_that_only_validates_returns_its_metrics(tmp_path):
+    trainer = facade(tmp_path, val_only=True)
+    metrics = trainer.train()
+    assert 0 <= metrics["val-core/toy/reward/mean@8"] <= 1
+    assert trainer.metrics == metrics
+    assert repr(metrics).startswith(
+        "no step was trained; validation: val-core/toy/reward/mean@8: 0."
+    )
+
+
 def test_amp_computes_in_bfloat16_over_float32_parameters(tmp_path):
     trainer = verl.train(facade(tmp_path / "ours").config, amp=True)
     assert isinstance(trainer, RLTrainer)

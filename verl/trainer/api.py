@@ -176,7 +176,8 @@ class RLTrainer:
     ) -> StepMetrics:
         """Train to the last step, and return its metrics.
 
-        Training resumes from the newest checkpoint, if one exists.
+        Training resumes from the newest checkpoint, if one exists. With `trainer.val_only` the
+        metrics are those of the validation.
 
         Args:
             micro_batch_size: responses in a forward-backward pass of one rank.

@@ -9,12 +9,18 @@ from verl.utils.errors import WorkerError
 
 
 class StepMetrics(dict[str, float]):
-    """The metrics of a step by name; its repr is the step's line, not a hundred entries."""
+    """The metrics of a step by name; its repr is the step's line, not a hundred entries.
+
+    After `trainer.val_only` they are the metrics of the validation.
+    """
 
     def __repr__(self) -> str:
         if not self:
             return "no step was trained"
-        step = self.get("training/global_step", "?")
+        if "training/global_step" not in self:
+            scores = [f"{name}: {value:.4f}" for name, value in self.items()]
+            return f"no step was trained; validation: {' | '.join(scores[:6])}"
+        step = self["training/global_step"]
         return f"step {step}: {step_line(self)} ({len(self)} metrics; dict(...) shows them)"
 
 

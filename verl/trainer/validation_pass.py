@@ -119,6 +119,7 @@ def validate_only(run: "PPOTrainer") -> None:
             )
         with run.reports.phase("testing"):
             metrics = run.validate()
+        run.metrics = metrics
         run.tracker.log(metrics, run.global_step)
     except (Exception, KeyboardInterrupt, SystemExit):
         run.tracker.rescue()
