@@ -28,6 +28,24 @@ class World:
         return Observation([{"role": self.answer, "content": "On."}], done=self.is_done)
 
 
+class Writes(World):
+    def reset(self):
+        self.count = 0
+        self.messages = [{"role": "user", "content": "0"}]
+        return Observation(self.messages)
+
+    def step(self, action):
+        self.count += 1
+        self.messages[0]["content"] = str(self.count)
+        return Observation(self.messages)
+
+
+class Draws(World):
+    def step(self, action):
+        parts = [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]
+        return Observation([{"role": "user", "content": parts}])
+
+
 class Asks(World):
     def reset(self, task, level=1):
         return Observation([{"role": "user", "content": task}])
@@ -93,3 +111,16 @@ def test_a_field_that_reset_asks_for_is_named_where_the_row_lacks_it(
     assert "asks for 'task'" in trajectory.extra[DROPPED_BECAUSE]
     (trajectory,) = played(tmp_path, "Asks", {**fields, "task": "Go left."})
     assert not trajectory.is_dropped
+
+
+def test_a_message_that_the_environment_changes_later_stays_as_the_model_read_it(tmp_path: Path):
+    (trajectory,) = played(tmp_path, "Writes")
+    messages = trajectory.extra["messages"]
+    assert [message["content"] for message in messages[1:]] == ["0", "Left.", "1", "Left."]
+
+
+def test_images_of_an_environment_are_refused_by_its_name(tmp_path: Path):
+    with pytest.raises(
+        RolloutError, match=r"Draws.step must return messages of text alone.*a\.png"
+    ):
+        played(tmp_path, "Draws")

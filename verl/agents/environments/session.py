@@ -1,6 +1,7 @@
 """One episode in an environment: deadlines, counted outcomes, and a close in every case."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,10 @@ def _describe_missing(environment: str, missing: Sequence[str], row: Mapping[str
 
 
 def checked(value: Any, where: str) -> Observation:
-    """Return the Observation that a method gave. RolloutError for anything else."""
+    """Return the Observation that a method gave, with copies of its messages.
+
+    Raises RolloutError for anything else.
+    """
     if not isinstance(value, Observation):
         raise RolloutError(
             f"{where} must return a verl.agents.environments.Observation, got "
@@ -134,20 +138,7 @@ def checked(value: Any, where: str) -> Observation:
                 f"{type(given).__name__}."
             )
 
-    for message in value.messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RolloutError(
-                f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
-                f"{str(message)[:80]!r}."
-            )
-        content = message.get("content")
-        if isinstance(content, str):
-            message["content"] = whole_characters(content)
-        elif not isinstance(content, list) and not message.get("tool_calls"):
-            raise RolloutError(
-                f"{where} must return messages with a text as content, got "
-                f"{str(message)[:80]!r}. The model would read an empty message."
-            )
+    messages = [_checked_message(message, where) for message in value.messages]
     for reward in (value.reward, *value.rewards.values()):
         if not is_finite_number(reward):
             raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
@@ -156,4 +147,33 @@ def checked(value: Any, where: str) -> Observation:
             f"{where} must return True or False as done, got {value.done!r}. The fields of an "
             "Observation are, in this order, messages, reward, done and info."
         )
-    return value
+    observation = copy(value)  # the environment may change or return its own again
+    observation.messages = messages
+    return observation
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    """Return a copy of a message of text. Raises RolloutError for another one."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RolloutError(
+            f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
+            f"{str(message)[:80]!r}."
+        )
+
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**deepcopy(message), "content": whole_characters(content)}
+    if not isinstance(content, list) and not message.get("tool_calls"):
+        raise RolloutError(
+            f"{where} must return messages with a text as content, got "
+            f"{str(message)[:80]!r}. The model would read an empty message."
+        )
+
+    for part in content or ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise RolloutError(
+                f"{where} must return messages of text alone, got the part {str(part)[:80]!r}. "
+                "Write the text as the content. Images come from prompts and from tools of "
+                "tool_agent."
+            )
+    return deepcopy(message)
