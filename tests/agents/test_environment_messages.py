@@ -40,6 +40,11 @@ class Writes(World):
         return Observation(self.messages)
 
 
+class Keeps(World):
+    def reset(self, **row):
+        return Observation([{"role": "user", "content": row["method"] + row["timeout_s"]}])
+
+
 class Draws(World):
     def step(self, action):
         parts = [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]
@@ -117,6 +122,13 @@ def test_a_message_that_the_environment_changes_later_stays_as_the_model_read_it
     (trajectory,) = played(tmp_path, "Writes")
     messages = trajectory.extra["messages"]
     assert [message["content"] for message in messages[1:]] == ["0", "Left.", "1", "Left."]
+
+
+@pytest.mark.parametrize("name", ["method", "effect", "timeout_s", "function"])
+def test_fields_of_a_row_may_have_any_name(tmp_path: Path, name: str):
+    (trajectory,) = played(tmp_path, "Keeps", {"method": "1", "timeout_s": "2", name: "2"})
+    question = trajectory.extra["messages"][1]["content"]
+    assert question == ("22" if name == "method" else "12")
 
 
 def test_images_of_an_environment_are_refused_by_its_name(tmp_path: Path):

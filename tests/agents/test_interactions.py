@@ -296,6 +296,12 @@ async def converse(session: InteractionSession, messages=QUESTION):
         return await session.generate_response(messages)
 
 
+@pytest.mark.parametrize("name", ["method", "effect", "timeout_s", "function"])
+def test_keywords_of_a_row_may_have_any_name(name):
+    reply = asyncio.run(converse(InteractionSession(Recorder({}), {name: "strict"})))
+    assert reply == (False, "go on", 0.25, {name: "strict"})
+
+
 def test_interaction_gets_row_keywords_and_copied_messages():
     interaction = Recorder({})
     messages = answer("hi")

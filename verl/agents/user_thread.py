@@ -147,6 +147,8 @@ class UserThread:
 class UserSession:
     """The calls of one episode on an object of a user, counted by how they end.
 
+    Keywords of a call are fields of a row, which may have any name.
+
     Args:
         thread: where the calls run.
         timeout_s: deadline of each call, in seconds.
@@ -158,21 +160,22 @@ class UserSession:
         self.failure: UserCall | None = None  # the first call that failed
         self._thread = thread
 
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
+    async def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> UserCall:
         """Call a method with the keywords that it takes. A failure is counted and logged."""
         effect = "Episodes in which this happens end there."
         return await self._logged(effect, method, *args, **kwargs)
 
-    async def _call_last(self, method: Callable[..., Any], **kwargs: Any) -> UserCall:
+    async def _call_last(self, method: Callable[..., Any], /, **kwargs: Any) -> UserCall:
         """Do as `_call`, for the method that ends an episode: a failure has no effect on it."""
         effect = "These episodes count all the same, but what they hold may not be freed."
         return await self._logged(effect, method, **kwargs)
 
     async def _logged(
-        self, effect: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+        self, effect: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> UserCall:
         accepted = taken_by(method, kwargs)
-        call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
+        bound = partial(method, *args, **accepted)
+        call = await self._thread.call(bound, timeout_s=self.timeout_s)
         self.outcomes[call.outcome] += 1
         if call.outcome != "ok":
             self.failure = self.failure or call
@@ -194,8 +197,7 @@ def is_finite_number(value: Any) -> bool:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name as messages show it, with its class."""
-    while isinstance(function, partial):
-        function = function.func
+    function = _without_arguments(function)
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -224,8 +226,15 @@ def _result(
 
 def file_of(function: Callable[..., Any]) -> str | None:
     """Return the file of a function's code."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(inspect.unwrap(_without_arguments(function)), "__code__", None)
     return getattr(code, "co_filename", None)
+
+
+def _without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that a `partial` calls."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def described_error(error: BaseException, file: str | None) -> str:

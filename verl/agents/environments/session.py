@@ -38,7 +38,7 @@ class EnvironmentSession(UserSession):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def reset(self, **row: Any) -> Observation:
+    async def reset(self, /, **row: Any) -> Observation:
         """Begin the episode and return its opening messages.
 
         Args:
@@ -89,7 +89,7 @@ class EnvironmentSession(UserSession):
         finally:
             self._thread.stop()
 
-    async def _observe(self, method: str, *args: Any, **kwargs: Any) -> Observation:
+    async def _observe(self, method: str, /, *args: Any, **kwargs: Any) -> Observation:
         call = await self._call(getattr(self.environment, method), *args, **kwargs)
         if call.outcome != "ok":
             return self._failed(call)

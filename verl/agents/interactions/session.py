@@ -104,7 +104,7 @@ class InteractionSession(UserSession):
         logger.debug("conversation %s: %s", self.instance_id, self.failure.error)
         return InteractionReply(True, "", 0.0, self.failure.facts)
 
-    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
+    async def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> UserCall:
         """Do as `UserSession._call`, and warn of state that all conversations share."""
         shared = getattr(self.interaction, "__dict__", {})
         before = dict(shared)
