@@ -195,9 +195,22 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
+def flag_of(value: Any) -> bool | None:
+    """Return the truth value that a user's code gave, also one of an array or a tensor.
+
+    None for anything else: the text "False" and a score in the wrong place would count as true.
+    """
+    if isinstance(value, bool):
+        return value
+    is_flag = str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if not is_flag or math.prod(value.shape) != 1:
+        return None
+    return bool(value)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """Return a function's name as messages show it, with its class."""
-    function = _without_arguments(function)
+    function = _users_function(function)
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -218,23 +231,34 @@ def _result(
     value, raised = waiting.result()
     if raised is None:
         return UserCall(outcome="ok", value=value)
-    error = f"{called} raised {described_error(raised, file_of(function))}"
+    file = file_of(function)
+    error = f"{called} raised {described_error(raised, file)}"
     if isinstance(raised, VerlError):  # a sentence of this package, which more may follow
-        error += "."
+        by_adapter = frame_of(raised, file) is None
+        error = str(raised) if by_adapter else f"{error}."
     return UserCall(outcome="crashed", error=error)
 
 
 def file_of(function: Callable[..., Any]) -> str | None:
     """Return the file of a function's code."""
-    code = getattr(inspect.unwrap(_without_arguments(function)), "__code__", None)
+    code = getattr(inspect.unwrap(_users_function(function)), "__code__", None)
     return getattr(code, "co_filename", None)
 
 
-def _without_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that a `partial` calls."""
+def _users_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that messages name: that behind a `partial`, and behind an adapter.
+
+    An adapter of this package has `users_method`, which gives the user's method by the name of its
+    own.
+    """
     while isinstance(function, partial):
         function = function.func
-    return function
+
+    adapter = getattr(function, "__self__", None)
+    users_method = getattr(adapter, "users_method", None)
+    if users_method is None or not function.__module__.startswith("verl."):
+        return function
+    return users_method(function.__name__) or function
 
 
 def described_error(error: BaseException, file: str | None) -> str:

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from verl.agents.user_thread import is_finite_number
+from verl.agents.user_thread import flag_of, is_finite_number
+from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters, whole_number
 from verl.utils.registry import Registry
 
@@ -84,8 +85,15 @@ class Environment(Protocol):
 class Adapter:
     """Hold an environment of another library, whose `close` may be missing."""
 
+    # Names of methods that the other library has under another name.
+    renamed: ClassVar[Mapping[str, str]] = {}
+
     def __init__(self, environment: Any) -> None:
         self.unwrapped = environment
+
+    def users_method(self, name: str) -> Callable[..., Any] | None:
+        """Return the method behind one of this class, for messages; None where it is missing."""
+        return getattr(self.unwrapped, self.renamed.get(name, name), None)
 
     def close(self) -> None:
         """Close the environment, if it can be closed."""
@@ -108,6 +116,14 @@ def field_of(value: Any, name: str, default: Any = None) -> Any:
     if isinstance(value, Mapping):
         return value.get(name, default)
     return getattr(value, name, default)
+
+
+def required_flag(value: Any, where: str, name: str) -> bool:
+    """Return a truth value of an environment. Raises RolloutError for anything else."""
+    flag = flag_of(value)
+    if flag is None:
+        raise RolloutError(f"{where} must return True or False as {name}, got {value!r}.")
+    return flag
 
 
 def user_message(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from verl.agents.environments.base import (
     environments,
     name_of,
     refused_action,
+    required_flag,
     user_message,
 )
 from verl.agents.environments.gym_spaces import action_reader, observation_text
@@ -80,10 +81,14 @@ class GymEnvironment(Adapter):
                 f"{str(result)[:80]!r}."
             )
 
-        done = bool(terminated or truncated)
-        details = {**_info(info), "truncated": float(bool(truncated))}
+        where = f"{name_of(self)}.step"
+        is_over = required_flag(terminated, where, "terminated (done)")
+        is_cut = required_flag(truncated, where, "truncated")
+        done = is_over or is_cut
+
+        details = {**_info(info), "truncated": float(is_cut)}
         messages = self._messages(observation, may_be_empty=done)
-        return Observation(messages, float(reward), done, details)
+        return Observation(messages, reward, done, details)
 
     def _messages(self, observation: Any, *, may_be_empty: bool = False) -> list[dict[str, Any]]:
         is_empty = observation is None or (isinstance(observation, str) and not observation)

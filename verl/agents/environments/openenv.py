@@ -12,6 +12,7 @@ from verl.agents.environments.base import (
     environments,
     field_of,
     refused_action,
+    required_flag,
     user_message,
 )
 from verl.utils.errors import RolloutError
@@ -121,7 +122,7 @@ class OpenEnvEnvironment:
         return refused_action(f"The environment refused this answer: {reason}.")
 
     def _observation(self, result: Any, *, may_lack_text: bool = False) -> Observation:
-        done = bool(getattr(result, "done", False) or getattr(result, "truncated", False))
+        done = self._is_set(result, "done") or self._is_set(result, "truncated")
         found = None
         for path in self.observation_fields:
             found = _value_at(result.observation, path.split("."))
@@ -138,7 +139,13 @@ class OpenEnvEnvironment:
         messages = [user_message(found)] if found else []
         metadata = _value_at(result.observation, ["metadata"])
         info = dict(metadata) if isinstance(metadata, Mapping) else {}
-        return Observation(messages, float(result.reward or 0.0), done, info)
+        reward = 0.0 if result.reward is None else result.reward
+        return Observation(messages, reward, done, info)
+
+    def _is_set(self, result: Any, name: str) -> bool:
+        """Return a truth value of a result; False where the server sent none."""
+        value = getattr(result, name, None)
+        return value is not None and required_flag(value, type(self.unwrapped).__name__, name)
 
 
 @environments.register("openenv")

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
-import numpy as np
-
 from verl.agents.environments.base import Observation, name_of
-from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
+from verl.agents.user_thread import UserCall, UserSession, UserThread, flag_of, is_finite_number
 from verl.utils.errors import RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.signatures import missing_of
@@ -142,13 +140,16 @@ def checked(value: Any, where: str) -> Observation:
     for reward in (value.reward, *value.rewards.values()):
         if not is_finite_number(reward):
             raise RolloutError(f"{where} must return a finite reward, got {reward!r}.")
-    if not isinstance(value.done, bool | np.bool_):
+    done = flag_of(value.done)
+    if done is None:
         raise RolloutError(
             f"{where} must return True or False as done, got {value.done!r}. The fields of an "
             "Observation are, in this order, messages, reward, done and info."
         )
     observation = copy(value)  # the environment may change or return its own again
     observation.messages = messages
+    observation.reward = float(value.reward)
+    observation.done = done
     return observation
 
 

@@ -1,10 +1,17 @@
 """Environments in the shape of SkyRL-gym's `BaseTextEnv`."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from verl.agents.entries import class_or_maker, names_a_class
-from verl.agents.environments.base import Adapter, Observation, environments, field_of
+from verl.agents.environments.base import (
+    Adapter,
+    Observation,
+    environments,
+    field_of,
+    name_of,
+    required_flag,
+)
 from verl.utils.errors import (
     ConfigError,
     MissingDependencyError,
@@ -25,6 +32,8 @@ class SkyRLEnvironment(Adapter):
         environment: an object with these methods; no import of SkyRL is needed.
     """
 
+    renamed: ClassVar[Mapping[str, str]] = {"reset": "init"}
+
     def reset(self, prompt: Any = None, **row: Any) -> Observation:
         """Begin an episode with the row's prompt, given as `raw_prompt` or `prompt`.
 
@@ -33,8 +42,13 @@ class SkyRLEnvironment(Adapter):
         """
         given = row.get("raw_prompt") or prompt or []
         messages = [dict(message) for message in given]
-        opened, info = self.unwrapped.init([dict(message) for message in given])
-        opening = list(opened)
+        opened = self.unwrapped.init([dict(message) for message in given])
+        if not isinstance(opened, tuple) or len(opened) != 2:
+            raise RolloutError(
+                f"{name_of(self)}.init must return (messages, info), got {str(opened)[:80]!r}."
+            )
+        opening, info = opened
+        opening = _messages(opening, f"{name_of(self)}.init")
         details = dict(info or {})
         if opening[: len(messages)] == messages:
             return Observation(opening[len(messages) :], info=details)
@@ -43,9 +57,10 @@ class SkyRLEnvironment(Adapter):
     def step(self, action: str) -> Observation:
         """Apply the model's text. Raises RolloutError for a result without the four fields."""
         result = self.unwrapped.step(action)
-        reward = float(_required(result, "reward"))
-        done = bool(_required(result, "done"))
-        observations = list(_required(result, "observations") or [])
+        where = f"{name_of(self)}.step"
+        reward = _required(result, "reward")
+        done = required_flag(_required(result, "done"), where, "done")
+        observations = _messages(_required(result, "observations"), where)
         metadata = field_of(result, "metadata") or {}
         return Observation(observations, reward, done, dict(metadata))
 
@@ -88,6 +103,18 @@ def check_skyrl(env: str, **kwargs: Any) -> None:
 def _maker(env: str) -> Callable[..., Any]:
     """Return the class that `env` names, or the library's own `make` for its id."""
     return class_or_maker(env, "skyrl_gym", _INSTALL)
+
+
+def _messages(given: Any, where: str) -> list[Any]:
+    """Return the messages of a result, which may be None where there are none."""
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple):
+        raise RolloutError(
+            f"{where} must return a list of messages such as {{'role': 'user', 'content': 'Hi'}}, "
+            f"got {str(given)[:80]!r}."
+        )
+    return list(given)
 
 
 def _required(result: Any, name: str) -> Any:
