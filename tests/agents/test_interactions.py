@@ -5,7 +5,9 @@ import logging
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from verl.agents.interactions import (
     BaseInteraction,
@@ -377,9 +379,21 @@ def test_a_last_answer_may_be_none():
         as_reply((False, None, 1.0, {}), "Silent")
 
 
+@pytest.mark.parametrize("flag", [True, np.bool_(True), np.array([True]), torch.tensor(True)])
+def test_a_flag_may_come_from_an_array(flag):
+    assert as_reply((flag, "", 1.0, {}), "Counting").should_terminate is True
+
+
 @pytest.mark.parametrize(
     "value",
-    [None, (False, {"a": 1}, 0.0, {}), (False, "", 0.0, "text"), ("False", "", 0.0, {})],
+    [
+        None,
+        (False, {"a": 1}, 0.0, {}),
+        (False, "", 0.0, "text"),
+        ("False", "", 0.0, {}),
+        (0.7, "", False, {}),  # the score before the flag
+        (None, "", 0.0, {}),
+    ],
 )
 def test_a_reply_of_another_shape_names_the_method(value):
     with pytest.raises(RolloutError, match="Odd.generate_response must return"):

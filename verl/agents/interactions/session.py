@@ -13,7 +13,7 @@ from verl.agents.interactions.registry import (
     initialize_interactions_from_config,
 )
 from verl.agents.shared_state import describe_overwriting, overwritten
-from verl.agents.user_thread import UserCall, UserSession, UserThread, is_finite_number
+from verl.agents.user_thread import UserCall, UserSession, UserThread, flag_of, is_finite_number
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.json_text import whole_characters
 from verl.utils.logging import logger, say_once
@@ -186,14 +186,13 @@ def as_reply(value: Any, class_name: str) -> InteractionReply:
     """Check the tuple that `generate_response` returned. RolloutError for anything else."""
     if isinstance(value, tuple | list) and len(value) == 4:
         should_terminate, content, score, data = value
-        if content is None and should_terminate:  # the last answer reaches no model
+        flag = flag_of(should_terminate)
+        if content is None and flag:  # the last answer reaches no model
             content = ""
-        # The text "False" would count as true.
-        has_flag = not isinstance(should_terminate, str)
         has_data = data is None or isinstance(data, Mapping)
-        if has_flag and isinstance(content, str) and is_finite_number(score) and has_data:
+        if flag is not None and isinstance(content, str) and is_finite_number(score) and has_data:
             content = whole_characters(content)
-            return InteractionReply(bool(should_terminate), content, float(score), dict(data or {}))
+            return InteractionReply(flag, content, float(score), dict(data or {}))
 
     raise RolloutError(
         f"{class_name}.generate_response must return (should_terminate: bool, content: str, "
