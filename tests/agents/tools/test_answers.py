@@ -1,16 +1,20 @@
 import json
+import re
 from decimal import Decimal
 from pathlib import PurePath
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
 
 from verl.agents.tools import ToolResponse
 from verl.agents.tools.answers import TextLimit, describe_failure, finite, read_answer
 from verl.utils.errors import ConfigError
 
 ANY = TextLimit(None)
+IMAGE = Image.new("RGB", (24, 24))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,48 @@ def test_a_reward_that_is_no_number_is_named(value):
         finite(value, "the step reward")
 
 
-@pytest.mark.parametrize("value", [object(), {"found": object()}, b"12", len, lambda: "12"])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {"found": object()}, b"12", len, lambda: "12", IMAGE, {"images": [IMAGE]}, [IMAGE]],
+)
 def test_a_value_without_a_text_is_refused(value):
     with pytest.raises(TypeError, match="must return a text, a ToolResponse, or values that JSON"):
         read_answer(value, ANY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fact"),
+    [
+        ({"image": IMAGE}, r"ToolResponse.image must be a list of images, got Image. Use image=\["),
+        ({"image": "a.png"}, r"image must be a list of images, got str. Use image=\[\.\.\.\]"),
+        ({"video": b"00"}, "ToolResponse.video must be a list of videos, got bytes"),
+        ({"text": 5}, r"ToolResponse.text must be a text, got int. Use text=str\("),
+    ],
+)
+def test_fields_of_a_response_are_named(fields, fact):
+    with pytest.raises(ValueError, match=fact):
+        ToolResponse(**fields)
+    with pytest.raises(ValueError, match=fact) as raised:
+        read_answer(fields, ANY)
+    assert re.fullmatch(f"Error: ValidationError: .*{fact}.*", describe_failure(raised.value, ANY))
+    assert "pydantic" not in describe_failure(raised.value, ANY)
+
+
+def test_errors_of_other_models_give_places_and_reasons():
+    class City(BaseModel):
+        name: str
+        size: int = Field(ge=0)
+
+    with pytest.raises(ValidationError) as raised:
+        City.model_validate({"size": -1})
+    line = describe_failure(raised.value, ANY)
+    assert line.startswith("Error: ValidationError: name: Field required; size: Input should be")
+    assert "http" not in line
+
+
+def test_images_may_be_paths():
+    answer = read_answer(ToolResponse(image=[PurePath("a.png"), IMAGE]), ANY)
+    assert answer.images == ["a.png", IMAGE]
 
 
 def test_a_value_with_a_text_of_its_own_is_read():

@@ -3,9 +3,13 @@
 import inspect
 import json
 import math
+import os
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from verl.agents.tools.schemas import ToolResponse
 from verl.utils.errors import ConfigError, text_of
@@ -15,6 +19,8 @@ SIDES = ("left", "middle", "right")
 MAX_METRIC_CHARACTERS = 200
 MAX_ERROR_CHARACTERS = 1_000
 _MEDIA = {"text", "image", "video"}
+# Of an object, in its text: "<Image size=24x24 at 0x7F30>".
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+>")
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,26 @@ def finite(value: Any, name: str) -> float:
 
 def describe_failure(error: BaseException, limit: TextLimit) -> str:
     """Return an error as the model reads it: one line, cut."""
-    text = " ".join(text_of(error)[: 2 * MAX_ERROR_CHARACTERS].split())
+    text = _text_of_error(error)
+    text = " ".join(text[: 2 * MAX_ERROR_CHARACTERS].split())
     line = f"Error: {type(error).__name__}: {text}" if text else f"Error: {type(error).__name__}"
     return limit.cut(whole_characters(line[:MAX_ERROR_CHARACTERS]))
+
+
+def _text_of_error(error: BaseException) -> str:
+    """Return the text of an error; of pydantic's, the places and reasons alone."""
+    if not isinstance(error, ValidationError):
+        return text_of(error)
+
+    problems = []
+    for problem in error.errors(include_url=False, include_input=False):
+        raised = problem.get("ctx", {}).get("error")  # by a validator, with a sentence of its own
+        if raised is not None:
+            problems.append(text_of(raised))
+            continue
+        place = ".".join(map(str, problem["loc"]))
+        problems.append(f"{place}: {problem['msg']}" if place else problem["msg"])
+    return "; ".join(problems)
 
 
 def _read_content(value: Any) -> ToolAnswer:
@@ -126,7 +149,7 @@ def _read_content(value: Any) -> ToolAnswer:
         response = ToolResponse.model_validate(dict(value))
     # A ToolResponse of ours, or of a package with the same fields.
     if all(hasattr(response, name) for name in _MEDIA):
-        images = list(response.image or [])
+        images = [_plain_path(image) for image in response.image or ()]
         return ToolAnswer(response.text or "", images, list(response.video or []))
     if isinstance(value, Iterator | AsyncIterator):
         raise TypeError(
@@ -148,12 +171,20 @@ def _for_json(value: Any) -> Any:
 
     kind = type(value)
     has_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__
-    if not has_text or isinstance(value, bytes | bytearray) or inspect.isroutine(value):
+    text = text_of(value)
+    is_binary = isinstance(value, bytes | bytearray)
+    if not has_text or is_binary or _ADDRESS.search(text) or inspect.isroutine(value):
         raise TypeError(
             f"a tool must return a text, a ToolResponse, or values that JSON can write, got "
-            f"{kind.__name__}. Convert it to a text first"
+            f"{kind.__name__}. Convert it to a text first, or return images as "
+            "ToolResponse(image=[...])"
         )
-    return text_of(value)
+    return text
+
+
+def _plain_path(image: Any) -> Any:
+    """Return a path as a text, and any other image as it is."""
+    return os.fspath(image) if isinstance(image, os.PathLike) else image
 
 
 def _plain_metrics(metrics: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from verl.agents.json_types import JSON_CLASSES, json_kind
 
@@ -117,6 +117,20 @@ class ToolResponse(BaseModel):
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
+
+    @field_validator("text", "image", "video", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return the value of a field. Raises ValueError, with the way out, for another type."""
+        name = info.field_name
+        got = type(value).__name__
+        if name == "text" and not isinstance(value, str | None):
+            raise ValueError(f"ToolResponse.text must be a text, got {got}. Use text=str(...)")
+        if name != "text" and not isinstance(value, list | tuple | None):
+            raise ValueError(
+                f"ToolResponse.{name} must be a list of {name}s, got {got}. Use {name}=[...]"
+            )
+        return value
 
     def is_empty(self) -> bool:
         """Whether there is no text, no image and no video."""
