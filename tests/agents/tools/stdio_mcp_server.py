@@ -17,6 +17,7 @@ TOOLS = {
     "search": ("Search.", {"query": "string"}),
     "fail": ("Fail.", {}),
     "picture": ("Return a picture.", {}),
+    "part_of_picture": ("Return the beginning of a picture.", {}),
     "leave": ("End the server.", {}),
     "environment": ("Return a variable.", {"name": "string"}),
     "resources": ("Return parts without a text.", {}),
@@ -54,8 +55,9 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"content": [{"type": "resource", "resource": embedded}, link, sound]}
     elif name == "structured":
         return {"content": [], "structuredContent": {"sum": 3}}
-    elif name == "picture":
-        return {"content": [{"type": "image", "data": PNG, "mimeType": "image/png"}]}
+    elif name in ("picture", "part_of_picture"):
+        data = PNG if name == "picture" else PNG[:56]
+        return {"content": [{"type": "image", "data": data, "mimeType": "image/png"}]}
 
     is_error = name == "fail" or isinstance(arguments.get("a"), str)
     content = [{"type": "text", "text": "broken" if is_error else text}]

@@ -74,7 +74,7 @@ def calls_of(tools, *calls):
 
 
 def test_the_tools_of_a_server_have_its_schemas(tools):
-    assert tools.names[:6] == ["add", "search", "fail", "picture", "leave", "environment"]
+    assert tools.names[:6] == ["add", "search", "fail", "picture", "part_of_picture", "leave"]
     (schema,) = tools.schemas(["add"])
     assert schema["function"]["description"] == "Add two numbers."
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -231,6 +231,31 @@ def test_a_server_that_died_is_started_again(tools):
     died, after = calls_of(tools, ("leave", {}), ("add", {"a": 1, "b": 2}))
     assert died.outcome == "error"
     assert after.text == "3"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"timeout": "abc"}, "config.timeout: expected seconds above 0, got 'abc'"),
+        ({"timeout": 0}, "config.timeout: expected seconds above 0, got 0"),
+        ({"timeout": None}, "config.timeout: expected seconds above 0, got None"),
+        ({"rate_limit": "x"}, "config.rate_limit: expected calls a second, .* got 'x'"),
+        ({"rate_limit": -1}, "config.rate_limit: expected calls a second, .* got -1"),
+    ],
+)
+def test_wrong_limits_are_refused(tmp_path, config, message):
+    path = write_config(tmp_path, STDIO)
+    content = json.loads(path.read_text())
+    content["tools"][0]["config"].update(config)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"tools entry 1 .*{message}"):
+        ToolSet.from_config(path)
+
+
+def test_a_part_of_an_image_is_an_error_of_the_call(tools):
+    (part,) = calls_of(tools, ("part_of_picture", {}))
+    assert part.outcome == "error"
+    assert "the server's image of the type image/png cannot be read" in part.text
 
 
 def test_a_users_class_reads_answers_and_its_servers_end_with_the_tools(tmp_path):

@@ -322,7 +322,11 @@ def check_call_settings(config: dict[str, Any], place: str) -> None:
         value = config.get(key)
         if value is None:
             continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or (value <= 0 if least is None else value < least):
+        if not is_number(value) or (value <= 0 if least is None else value < least):
             bound = "above 0" if least is None else f"at least {least}"
             raise ConfigError(f"{place}.{key}: expected a number {bound}, got {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a file is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

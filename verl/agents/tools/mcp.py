@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.agents.tools.base import BaseTool, Executed, ToolArgumentError
-from verl.agents.tools.config_file import make_tool
+from verl.agents.tools.config_file import is_number, make_tool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, McpToolError
 from verl.agents.tools.schemas import ToolResponse
 from verl.utils.errors import ConfigError
@@ -108,6 +108,7 @@ def mcp_tools(
     if selected is not None and (isinstance(selected, str) or not isinstance(selected, Sequence)):
         raise ConfigError(f"{place}, mcp.tool_selected_list: expected a list, got {selected!r}.")
 
+    _check_limits(config, place)
     path = mcp["mcp_servers_config_path"]
     rate_limit = config.get("rate_limit", RATE_LIMIT_PER_S)
     clients = MCPClientManager()
@@ -130,6 +131,19 @@ def mcp_tools(
         raise
 
 
+def _check_limits(config: dict[str, Any], place: str) -> None:
+    """Check the numbers of an entry. Raises ConfigError."""
+    timeout = config.get("timeout", TIMEOUT_S)
+    if not is_number(timeout) or timeout <= 0:
+        raise ConfigError(f"{place}, config.timeout: expected seconds above 0, got {timeout!r}.")
+
+    rate = config.get("rate_limit")
+    if rate is not None and (not is_number(rate) or rate < 0):
+        raise ConfigError(
+            f"{place}, config.rate_limit: expected calls a second, or 0 for no limit, got {rate!r}."
+        )
+
+
 def _text(part: Any) -> str:
     """Return a part of an answer as a text; one that has none becomes a note."""
     if part.type == "text":
@@ -146,11 +160,13 @@ def _image(part: Any) -> Any:
     """Return an image of an answer as one of PIL."""
     pil = require("PIL.Image", "An image of an MCP server", "pip install pillow")
     try:
-        return pil.open(io.BytesIO(base64.b64decode(part.data)))
+        image = pil.open(io.BytesIO(base64.b64decode(part.data)))
+        image.load()  # a part of an image fails only here
     except (OSError, ValueError) as error:
         raise McpToolError(
             f"the server's image of the type {part.mime_type} cannot be read: {error}"
         ) from error
+    return image
 
 
 def _count_results(text: str) -> int:
