@@ -233,6 +233,43 @@ def test_a_server_that_died_is_started_again(tools):
     assert after.text == "3"
 
 
+def test_a_server_that_cannot_be_started_again_is_named_once(tmp_path, caplog):
+    (tmp_path / "once.py").write_text(
+        "import pathlib, runpy, sys\n"
+        "pathlib.Path(sys.argv.pop()).touch(exist_ok=False)\n"
+        f"runpy.run_path({STDIO['args'][0]!r}, run_name='__main__')\n"
+    )
+    server = {"command": sys.executable, "args": [str(tmp_path / "once.py"), str(tmp_path / "ran")]}
+    tools = ToolSet.from_config(write_config(tmp_path, server), timeout_s=30)
+    add = ("add", {"a": 1, "b": 2})
+    results = calls_of(tools, ("leave", {}), add, add)
+    tools.close()
+
+    lost = "Error: McpToolError: the MCP server 'small' was lost, and cannot be reached again"
+    assert [(result.outcome, result.text) for result in results] == [("error", lost)] * 3
+    named = [each for each in caplog.messages if "Calls of its tools fail until then" in each]
+    assert len(named) == 1
+    assert "servers.json, small: the MCP server cannot be reached: MCPError" in named[0]
+    assert "ExceptionGroup" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"command": "my-server --port 80"}, "the program alone as command, and its arguments"),
+        ({"command": "/nowhere/server"}, "Correct command, or cwd, of its entry"),
+        ({"command": sys.executable, "args": ["-c", "pass"]}, "Its program ended, and its standar"),
+        ({"command": sys.executable, "args": ["-c", "input()"]}, "messages of MCP alone"),
+    ],
+)
+def test_a_command_that_gives_no_tools_has_a_way_out(tmp_path, monkeypatch, server, message):
+    if "input()" in server.get("args", []):
+        server = {**SILENT}
+        monkeypatch.setattr(mcp_clients, "START_TIMEOUT_S", 0.3)
+    with pytest.raises(ConfigError, match=message):
+        ToolSet.from_config(write_config(tmp_path, server))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

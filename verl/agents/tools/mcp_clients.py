@@ -1,18 +1,13 @@
 """Connections to MCP servers, of the JSON file that a tool configuration names.
 
-    {"mcpServers": {"files": {"command": "npx", "args": ["-y", "server"], "env": {"KEY": "..."}},
-                    "web": {"url": "https://host/mcp", "auth_token": "..."}}}
-
-A server with `command` is started and spoken to over its standard streams; one with `url` over
-streamable HTTP, or over server-sent events where its `type` (or `transport`) is "sse". All
-connections live in an event loop of their own, whatever loop uses them.
+All connections live in an event loop of their own, whatever loop uses them.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import importlib.metadata
-import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,29 +16,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from verl.agents.tools.base import ToolArgumentError, ToolTimeoutError
+from verl.agents.tools.mcp_servers import read_servers, transport_of
 from verl.agents.tools.rate_limit import RateLimit
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
 from verl.utils.imports import require
-from verl.utils.registry import nearest_names, refuse_unknown
+from verl.utils.logging import say_once
+from verl.utils.registry import nearest_names
 from verl.utils.threads import LoopThread
 
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"
-_SERVER_KEYS = {
-    "url",
-    "auth_token",
-    "headers",
-    "command",
-    "args",
-    "env",
-    "cwd",
-    "type",
-    "transport",
-}
-_TRANSPORTS = ("stdio", "http", "streamable-http", "streamable_http", "sse")
-# Keys for other programs that read such files; they have no meaning here.
-_IGNORED_KEYS = {"disabled", "autoApprove", "timeout", "description"}
-
 _Schemas = dict[str, dict[str, Any]]  # by tool
 
 
@@ -219,7 +201,8 @@ class _Server:
             try:
                 self._client = await asyncio.wait_for(ready, START_TIMEOUT_S)
             except Exception as error:
-                raise ConfigError(f"{self.place}: {_no_connection(error)}") from error
+                reason = _no_connection(error, self.config)
+                raise ConfigError(f"{self.place}: {reason}") from error
             finally:
                 if self._client is None:  # also where the caller was cancelled
                     self._serving.cancel()  # it may wait for the server
@@ -234,7 +217,15 @@ class _Server:
     async def call(self, tool: str, parameters: dict[str, Any], timeout: float | None) -> Any:
         """Make a call; one that finds the connection lost is made once more."""
         for is_last in (False, True):
-            await self.connect()
+            try:
+                await self.connect()
+            except ConfigError as error:
+                say_once(f"{error} Calls of its tools fail until then.", logging.WARNING)
+                name = self.place.rpartition(", ")[2]
+                raise McpToolError(
+                    f"the MCP server '{name}' was lost, and cannot be reached again"
+                ) from None  # each call would log the same long chain
+
             client = self._client
             try:
                 return await client.call_tool(tool, parameters, read_timeout_seconds=timeout)
@@ -263,7 +254,7 @@ class _Server:
         if "command" in config:
             parameters = mcp.StdioServerParameters(
                 command=config["command"],
-                args=config.get("args", []),
+                args=config.get("args") or [],
                 env=config.get("env"),
                 cwd=config.get("cwd"),
             )
@@ -272,7 +263,7 @@ class _Server:
         headers = dict(config.get("headers") or {})
         if config.get("auth_token"):
             headers["Authorization"] = f"Bearer {config['auth_token']}"
-        if _transport(config) == "sse":
+        if transport_of(config) == "sse":
             sse = _library("mcp.client.sse")
             return mcp.Client(sse.sse_client(config["url"], headers=headers))
         if not headers:
@@ -286,43 +277,6 @@ class _Server:
 
 def _library(module: str) -> Any:
     return require(module, "A tool of an MCP server", INSTALL)
-
-
-def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return {name: settings} of the servers in a JSON file.
-
-    Raises:
-        ConfigError: the file, an entry or a key is wrong.
-    """
-    try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"mcp.mcp_servers_config_path: '{path}' is not a JSON file of MCP servers: {error}."
-        ) from error
-
-    servers = content.get("mcpServers") if isinstance(content, dict) else None
-    if not isinstance(servers, dict) or not servers:
-        raise ConfigError(
-            f"'{path}': expected servers under the key 'mcpServers': {{name: {{url: ...}}}} or "
-            "{name: {command: ..., args: [...]}}."
-        )
-    for name, config in servers.items():
-        if not isinstance(config, dict) or ("url" in config) == ("command" in config):
-            raise ConfigError(f"'{path}', server '{name}': expected one of 'url' and 'command'.")
-        if _transport(config) not in (None, *_TRANSPORTS):
-            raise ConfigError(
-                f"'{path}', server '{name}': type must be one of {', '.join(_TRANSPORTS)}, got "
-                f"'{_transport(config)}'."
-            )
-        read = [key for key in config if key not in _IGNORED_KEYS]
-        refuse_unknown(f"'{path}', server '{name}'", read, _SERVER_KEYS)
-    return servers
-
-
-def _transport(config: dict[str, Any]) -> str | None:
-    """Return the transport that a server's settings name; programs disagree on the key."""
-    return config.get("type") or config.get("transport")
 
 
 async def _read_schemas(client: Any) -> _Schemas:
@@ -377,17 +331,30 @@ def _is_lost(error: Exception) -> bool:
     return isinstance(error, (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError))
 
 
-def _no_connection(error: BaseException) -> str:
+def _no_connection(error: BaseException, config: dict[str, Any]) -> str:
     """Return the reason why a server gave no list of its tools, and the way out."""
     first = _first(error)
-    if isinstance(first, (TimeoutError, asyncio.TimeoutError)):  # one class from Python 3.11 on
-        return (
-            f"the MCP server did not list its tools within {START_TIMEOUT_S:g} s. Start it, or "
-            "correct its entry."
-        )
     if isinstance(first, ValidationError):
         return f"the MCP server breaks the protocol: {_first_problem(first)}. Correct the server."
-    return f"the MCP server cannot be reached: {_cause(first)}. Start it, or correct its entry."
+
+    is_late = isinstance(first, (TimeoutError, asyncio.TimeoutError))  # one from Python 3.11 on
+    reason = f"the MCP server cannot be reached: {_cause(first)}"
+    if is_late:
+        reason = f"the MCP server did not list its tools within {START_TIMEOUT_S:g} s"
+    if "command" not in config:
+        return f"{reason}. Start it, or correct its entry."
+    return f"{reason}. {_correct_command(first, config, is_late=is_late)}"
+
+
+def _correct_command(error: BaseException, config: dict[str, Any], *, is_late: bool) -> str:
+    """Return the way out for a server whose program was started here, or could not be."""
+    if isinstance(error, FileNotFoundError) and len(config["command"].split()) > 1:
+        return "Write the program alone as command, and its arguments as the list args."
+    if isinstance(error, OSError) and not is_late:
+        return "Correct command, or cwd, of its entry."
+    if is_late:
+        return "Run its command by hand: its standard output may have messages of MCP alone."
+    return "Its program ended, and its standard error says why. Run its command by hand."
 
 
 def _first(error: BaseException) -> BaseException:
