@@ -45,6 +45,11 @@ class Keeps(World):
         return Observation([{"role": "user", "content": row["method"] + row["timeout_s"]}])
 
 
+class Gives(World):
+    def reset(self):
+        return Observation([{"role": "user", "content": "Go."}], reward=1.0)
+
+
 class Draws(World):
     def step(self, action):
         parts = [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]
@@ -136,3 +141,11 @@ def test_images_of_an_environment_are_refused_by_its_name(tmp_path: Path):
         RolloutError, match=r"Draws.step must return messages of text alone.*a\.png"
     ):
         played(tmp_path, "Draws")
+
+
+def test_a_reward_of_reset_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for kind in ("World", "Gives"):
+        played(tmp_path, kind)
+    warned = [line for line in caplog.messages if "gives a reward in reset" in line]
+    assert len(warned) == 1
+    assert "world.py:Gives" in warned[0]

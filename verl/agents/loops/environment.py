@@ -1,5 +1,6 @@
 """Turns of the model in an environment that observes, rewards and ends the episode."""
 
+import logging
 import time
 import zlib
 
@@ -26,6 +27,7 @@ from verl.agents.loops.seats import Seat, Seats
 from verl.agents.policies import check_roles
 from verl.rollout.trajectory import DROPPED_BECAUSE, ENVIRONMENT_INFO, Trajectory
 from verl.utils.errors import ConfigError
+from verl.utils.logging import say_once
 
 
 class EnvironmentLoop:
@@ -63,6 +65,12 @@ class EnvironmentLoop:
             raise EpisodeDropped(session.failure.error)
         if seen.done:
             raise EpisodeDropped("the environment ended it before the first turn")
+        if seen.reward or any(seen.rewards.values()):
+            say_once(
+                f"The environment '{self.name}' gives a reward in reset, where no turn can have "
+                "earned it, so nothing is learned from it. Give rewards in step alone.",
+                logging.WARNING,
+            )
         seats = Seats(context, episode, self.roles)
         ended_by = ""
 
