@@ -171,7 +171,7 @@ def _copies_can_be_made(config: TrainConfig, key: str, freq: int | None) -> Mess
 
 
 def agent_doubts(config: TrainConfig) -> Messages:
-    """Yield settings of turns and policies that change nothing."""
+    """Yield settings of turns, rewards and policies that change nothing."""
     rollout = config.actor_rollout_ref.rollout
     of_turn = rollout.multi_turn.max_tokens_per_turn
     if rollout.uses_agents and of_turn is not None and of_turn > rollout.response_length:
@@ -179,6 +179,16 @@ def agent_doubts(config: TrainConfig) -> Messages:
             f"{_ROLLOUT}.multi_turn.max_tokens_per_turn={of_turn} has no effect: all turns of an "
             f"episode share data.max_response_length={rollout.response_length} tokens. Lower it, "
             "or raise data.max_response_length."
+        )
+
+    reward_path = config.custom_reward_function.path
+    if reward_path is not None and rollout.scores_itself:
+        source = f"{_ROLLOUT}.agent.environment.name={rollout.agent.environment.name}"
+        if rollout.agent.gives_reward:
+            source = f"{_ROLLOUT}.agent.gives_reward=True"
+        yield (
+            f"custom_reward_function.path={reward_path} is never called for episodes that "
+            f"{source} scores. Leave it out, or let the environment or the agent compute the score."
         )
 
     for role, policy in rollout.agent.policies.items():
