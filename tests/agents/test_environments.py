@@ -391,6 +391,7 @@ def test_environment_is_created_in_its_thread_with_a_deadline(tmp_path):
     [
         ("number_gessing", "Unknown environment 'number_gessing'. Nearest known: number_guessing"),
         ("pathlib:Path", "it lacks reset, step"),
+        ("no.py:World", r"agent.environment.name: expected a Python file at 'no\.py', found none"),
     ],
 )
 def test_unknown_environment_error_lists_the_known_ones(name, fact):

@@ -63,16 +63,19 @@ def find_class(reference: str, folder: Path) -> str:
     return f"{find_file(place, folder)}:{name}"
 
 
-def load_class(reference: str) -> type:
+def load_class(reference: str, key: str | None = None) -> type:
     """Import the class of "package.module.Class", or of "file.py:Class".
 
     Raises ConfigError for a module, file or class that does not exist.
+
+    Args:
+        key: of the configuration that holds the reference, for the error of a missing file.
     """
     place, _, name = _split(reference)
     if not names_a_class(reference):
         raise ConfigError(f"Expected 'package.module.Class' or 'file.py:Class', got {reference!r}.")
 
-    found = load_extern_type(place, name)
+    found = load_extern_type(place, name, key)
     if not isinstance(found, type):
         raise ConfigError(f"{reference!r} must be a class, got {type(found).__name__}.")
     return found

@@ -240,6 +240,8 @@ def test_program_is_killed_with_its_children(model, tmp_path: Path):
         ({"path": "FILE", "name": "two"}, "must be a function"),
         ({"path": "FILE", "name": "ask"}, r"must take \(base_url, api_key, row\), got \(client"),
         ({"command": " "}, "must name a program"),
+        ({"command": "nodee agent.js"}, "must begin with a program, got 'nodee', which is none on"),
+        ({"command": "node 'agent.js"}, "a shell reads them, got .*No closing quotation"),
     ],
 )
 def test_missing_agent_is_an_error(file: Path, settings: dict[str, str], says: str):

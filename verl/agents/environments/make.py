@@ -19,6 +19,7 @@ from verl.agents.environments.verifiers import verifiers_library
 from verl.utils.errors import ConfigError
 
 _METHODS = ("reset", "step")
+_NAME = "actor_rollout_ref.rollout.agent.environment.name"
 # Checks of adapters before their first episode, by the keywords of the environment.
 _CHECKS: Mapping[str, Callable[..., Any]] = {
     "gym": check_gym,
@@ -62,12 +63,12 @@ def find_environment(name: str) -> Callable[..., Any]:
     """Return the maker of the environment that a name stands for; see `make_environment`."""
     if name.endswith(".py"):
         raise ConfigError(
-            "actor_rollout_ref.rollout.agent.environment.name must be 'file.py:Class' for a class "
-            f"in a file, got '{name}'. Add ':' and the name of the class."
+            f"{_NAME} must be 'file.py:Class' for a class in a file, got '{name}'. Add ':' and the "
+            "name of the class."
         )
     if not names_a_class(name):
         return environments.get(name)
-    return adapted(load_class(name), name)
+    return adapted(load_class(name, _NAME), name)
 
 
 def check_environment(name: str, config: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,10 +65,30 @@ def load_agent(path: str | None, name: str = "run", command: str | None = None) 
         raise ConfigError(f"Set one of {_KEY}.path and {_KEY}.command, got {given}.")
 
     if command is not None:
-        return ProgramAgent(shlex.split(command))
+        return ProgramAgent(_words_of(command))
     assert path is not None
     function = load_extern_type(path, name, f"{_KEY}.path")
     return FunctionAgent(function, f"'{name}' of '{path}'")
+
+
+def _words_of(command: str) -> list[str]:
+    """Return the program of a command and its arguments.
+
+    Raises ConfigError for quotes that do not close, and a program that is missing.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            f"{_KEY}.command must be a program with arguments, as a shell reads them, got "
+            f"{command!r}: {error}. Correct its quotes."
+        ) from error
+    if words and shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{_KEY}.command must begin with a program, got '{words[0]}', which is none on the "
+            "PATH and no file that can be executed. Correct its name, or give its path."
+        )
+    return words
 
 
 class FunctionAgent:
