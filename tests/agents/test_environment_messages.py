@@ -50,6 +50,16 @@ class Gives(World):
         return Observation([{"role": "user", "content": "Go."}], reward=1.0)
 
 
+class Repeats(World):
+    def reset(self):
+        self.messages = [{"role": "user", "content": "Go."}]
+        return Observation(self.messages)
+
+    def step(self, action):
+        self.messages.append({"role": "user", "content": "On."})
+        return Observation(self.messages)
+
+
 class Draws(World):
     def step(self, action):
         parts = [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]
@@ -149,3 +159,13 @@ def test_a_reward_of_reset_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptur
     warned = [line for line in caplog.messages if "gives a reward in reset" in line]
     assert len(warned) == 1
     assert "world.py:Gives" in warned[0]
+
+
+def test_earlier_messages_in_an_answer_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for kind in ("World", "Writes", "Repeats"):
+        played(tmp_path, kind)
+    warned = [line for line in caplog.messages if "its earlier messages and new ones" in line]
+    assert len(warned) == 1
+    assert "world.py:Repeats" in warned[0]

@@ -1,8 +1,10 @@
-"""Warn of roles that an environment's messages seem to have by mistake."""
+"""Warn of messages of an environment, or of their roles, that seem to be a mistake."""
 
 import logging
+from collections.abc import Sequence
 
 from verl.agents.environments import Observation
+from verl.data.chat import Message
 from verl.data.roles import doubtful_role
 from verl.utils.logging import say_once
 
@@ -35,3 +37,20 @@ def warn_of_roles(environment: str, seen: Observation, template: str, *, is_open
                 "role that it may not know.",
                 logging.WARNING,
             )
+
+
+def warn_of_repeats(environment: str, before: Sequence[Message], seen: Observation) -> None:
+    """Warn once of an observation that begins with all messages of the one before it, and goes on.
+
+    Args:
+        environment: its name in the configuration.
+        before: messages of the last observation for the same role.
+    """
+    is_longer = len(seen.messages) > len(before) > 0
+    if is_longer and list(seen.messages[: len(before)]) == list(before):
+        say_once(
+            f"The environment '{environment}' answers with its earlier messages and new ones, so "
+            "the model reads the earlier ones again in every turn. Let step return the new "
+            "messages alone, not the whole conversation.",
+            logging.WARNING,
+        )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from verl.agents.conversation import Conversation
 from verl.agents.environments import Observation
 from verl.agents.loops.base import AgentContext, Episode
-from verl.agents.loops.message_roles import warn_of_roles
+from verl.agents.loops.message_roles import warn_of_repeats, warn_of_roles
 from verl.data.chat import Message
 from verl.rollout.trajectory import Trajectory
 from verl.utils.errors import RolloutError
@@ -66,6 +66,7 @@ class TrainedSeat(Seat):
         self._conversation: Conversation | None = None
         self._reply: Message | None = None  # the last turn, while nothing follows it
         self._is_cut = False
+        self._heard: list[Message] = []  # messages of the last observation
 
     @property
     def is_full(self) -> bool:
@@ -74,7 +75,8 @@ class TrainedSeat(Seat):
 
     def hear(self, seen: Observation) -> bool:
         """See `Seat.hear`."""
-        self._warn_of_roles(seen)
+        self._warn_of_messages(seen)
+        self._heard = seen.messages
         if self._conversation is None:
             self._conversation = self.context.conversation(self.episode, self._opening(seen))
             return True
@@ -83,10 +85,11 @@ class TrainedSeat(Seat):
         self._reply = None
         return self._conversation.extend(reply, seen.messages, "user")
 
-    def _warn_of_roles(self, seen: Observation) -> None:
+    def _warn_of_messages(self, seen: Observation) -> None:
         name = self.context.config.agent.environment.name or ""
         template = str(self.context.tokenizer.chat_template or "")
         warn_of_roles(name, seen, template, is_opening=self._conversation is None)
+        warn_of_repeats(name, self._heard, seen)
 
     async def act(self, number: int) -> str:
         """See `Seat.act`."""
