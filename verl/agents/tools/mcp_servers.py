@@ -66,21 +66,24 @@ def _check_server(place: str, config: Any) -> None:
     read = [key for key in config if key not in _IGNORED_KEYS]
     refuse_unknown(place, read, _SERVER_KEYS)
 
-    for where, value in _texts_of(place, config):
+    for key, value in _texts_of(place, config):
         if not isinstance(value, str):
-            raise ConfigError(f"{where} must be a text in quotes, got {json.dumps(value)}.")
+            got = json.dumps(value)
+            raise ConfigError(f"{place}: {key} must be a text in quotes, got {got}.")
 
     url = config.get("url")
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{place}: url must begin with http:// or https://, got '{url}'.")
 
     transport = transport_of(config)
-    if transport not in (None, *_TRANSPORTS):
-        raise ConfigError(
-            f"{place}: type must be one of {', '.join(_TRANSPORTS)}, got '{transport}'."
-        )
-    if transport is not None and (transport == _STDIO) == (url is not None):
-        key = "command" if url is None else "url"
+    if transport is None:
+        return
+    if transport not in _TRANSPORTS:
+        known = ", ".join(_TRANSPORTS)
+        raise ConfigError(f"{place}: type must be one of {known}, got '{transport}'.")
+
+    key = "command" if "command" in config else "url"
+    if (transport == _STDIO) != (key == "command"):
         raise ConfigError(
             f"{place}: a server with '{key}' cannot have the type '{transport}'. 'command' goes "
             f"with {_STDIO}, 'url' with the others. Leave the type out, or correct it."
@@ -88,29 +91,29 @@ def _check_server(place: str, config: Any) -> None:
 
 
 def _texts_of(place: str, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Give (place, value) of everything in an entry that must be a text.
+    """Give (key, value) of everything in an entry that must be a text.
 
     Raises ConfigError for lists and mappings that are none.
     """
     for key in _TEXTS:
-        # null is the same as no value, but a server needs its address.
-        if key in config and (config[key] is not None or key in ("command", "url")):
-            yield f"{place}: {key}", config[key]
+        is_needed = key in ("command", "url")
+        if key not in config:
+            continue
+        if config[key] is not None or is_needed:  # null stands for no value
+            yield key, config[key]
 
     args = config.get("args") or []
     if not isinstance(args, list):
-        raise ConfigError(
-            f'{place}: args must be a list such as ["-y", "my-server"], got {json.dumps(args)}.'
-        )
+        got = json.dumps(args)
+        raise ConfigError(f'{place}: args must be a list such as ["-y", "my-server"], got {got}.')
     for number, value in enumerate(args):
-        yield f"{place}: args[{number}]", value
+        yield f"args[{number}]", value
 
     for key in ("env", "headers"):
         values = config.get(key) or {}
         if not isinstance(values, dict):
-            raise ConfigError(
-                f'{place}: {key} must be a mapping such as {{"KEY": "value"}}, got '
-                f"{json.dumps(values)}."
-            )
+            got = json.dumps(values)
+            example = '{"KEY": "value"}'
+            raise ConfigError(f"{place}: {key} must be a mapping such as {example}, got {got}.")
         for name, value in values.items():
-            yield f"{place}: {key}.{name}", value
+            yield f"{key}.{name}", value
