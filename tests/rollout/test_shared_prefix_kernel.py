@@ -71,7 +71,8 @@ def test_half_precision_by_warps(group: int):
 @interpreted
 def test_many_query_heads_are_refused():
     batch, _, prefixes = make_shared(group=17)
-    assert can_share(16)
+    assert can_share(16, DIM, torch.float16)
+    assert not can_share(17, DIM, torch.float16)
     with pytest.raises(AssertionError, match="17 query heads"):
         attend(batch, prefixes=prefixes)
 

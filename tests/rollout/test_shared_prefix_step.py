@@ -88,7 +88,7 @@ def take_step(
 @interpreted
 def test_steps_equal_transformers(family: str):
     """The first sample of a prompt ends early, and a block goes on without its first row."""
-    model = make_model(family, torch.float32)
+    model = make_model(family, torch.float16)
     decoder = make_decoder(model, pages=PAGES)
     prompts = [torch.randint(50, (count,)).tolist() for count in PROMPTS]
     scheduler, prefills = admitted(prompts)
@@ -104,7 +104,7 @@ def test_steps_equal_transformers(family: str):
     for sample in range(count):
         ids = torch.tensor([*prompts[sample // SAMPLES], *answers[sample].tolist()])
         body: Any = model.base_model
-        truths.append(body(input_ids=ids[None]).last_hidden_state[0])
+        truths.append(body(input_ids=ids[None]).last_hidden_state[0].float())
 
     calls = []
     real = paged_attention.attend_prefixes
@@ -123,7 +123,8 @@ def test_steps_equal_transformers(family: str):
             for slot, state in zip(rows.tolist(), states):
                 sample = scheduler.sample_id_of(slot)
                 place = PROMPTS[sample // SAMPLES] + number
-                torch.testing.assert_close(state, truths[sample][place], rtol=0, atol=1e-4)
+                truth = truths[sample][place]
+                torch.testing.assert_close(state.float(), truth, rtol=0, atol=4e-2)
 
     shared = sum(count >= PAGE_SIZE for count in PROMPTS)
     layers = 1 if family == "gpt_oss" else 2  # one of gpt-oss has a window

@@ -93,7 +93,9 @@ class DeviceStep(NamedTuple):
         The keys include that of the new token, which `fresh` stores if it is given.
         """
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
-        shares = facts.window is None and can_share(q.shape[1] // pages.keys.shape[1])
+        widest = max(q.shape[2], out.shape[2])
+        group = q.shape[1] // pages.keys.shape[1]
+        shares = facts.window is None and can_share(group, widest, q.dtype)
         decode_attention(
             q,
             pages.keys,

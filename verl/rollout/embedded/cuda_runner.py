@@ -36,6 +36,7 @@ from verl.rollout.embedded.kernels.decode_launch import (
     split_workspace,
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
+from verl.rollout.embedded.kernels.shared_prefix import can_share
 from verl.rollout.embedded.kernels.slots import advance
 from verl.rollout.embedded.prefix_blocks import neighbors
 from verl.rollout.embedded.quantization import check_cache_runner, check_runner
@@ -342,6 +343,8 @@ class CudaRunner(ModelRunner):
         """
         if self.deterministic or self._is_small(rows):
             return False
+        if not can_share(1, self._widest(), self.twin.dtype):
+            return False
         spared = self.slots.saved_tokens * rows * self._fewest_heads()
         return spared >= SPARED_TOKENS * self._num_sms
 
@@ -351,6 +354,10 @@ class CudaRunner(ModelRunner):
 
     def _fewest_heads(self) -> int:
         return min(shape.heads for shape in self.layer_shapes().values())
+
+    def _widest(self) -> int:
+        shapes = self.layer_shapes().values()
+        return max(max(shape.key_dim, shape.value_dim) for shape in shapes)
 
     def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
         return DevicePrefillStep(layout, pages, offsets)
@@ -395,9 +402,7 @@ class CudaRunner(ModelRunner):
         Its memory for partial results is large enough for the layer with the most heads.
         """
         rows = kind.rows
-        shapes = self.layer_shapes().values()
-        widest = max(max(shape.key_dim, shape.value_dim) for shape in shapes)
-
+        widest = self._widest()
         split_tokens = FIXED_SPLIT if self.deterministic else None
         if split_tokens is None:
             num_splits = choose_num_splits(
