@@ -17,9 +17,9 @@ from verl.utils.errors import ConfigError
 from verl.utils.registry import refuse_unknown
 
 _TEXTS = ("command", "cwd", "url", "auth_token", "type", "transport")
-_SERVER_KEYS = {*_TEXTS, "args", "env", "headers"}
+_SERVER_KEYS = {*_TEXTS, "args", "env", "headers", "disabled"}
 # Keys for other programs that read such files; they have no meaning here.
-_IGNORED_KEYS = {"disabled", "autoApprove", "timeout", "description"}
+_IGNORED_KEYS = {"autoApprove", "timeout", "description"}
 _STDIO = "stdio"
 _TRANSPORTS = (_STDIO, "http", "streamable-http", "streamable_http", "sse")
 
