@@ -20,6 +20,9 @@ MAX_ANSWER_CHARACTERS = 1000
 # A character, or a pair that is not two digits, repeated more than 30 times. No answer has such a
 # run; looping responses do, and math-verify can take seconds for it.
 _RUN = re.compile(r"(\D|\d\D|\D\d|\D\D)\1{30,}")
+# `10\%` and `10` are one answer, as in the normalization of MATH's authors. math-verify reads no
+# number in a box with a percent sign.
+_PERCENT_SIGN = re.compile(r"\s*\\?%")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character: \left\{ has no end
 _SOURCES = (
     "math",
@@ -76,12 +79,15 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
     MAX_ANSWER_CHARACTERS and not spelled like the ground truth.
 
     `ground_truth` is the bare answer (LaTeX or plain), or a whole solution with a boxed answer.
+    Percent signs do not count.
     """
     truth = str(ground_truth)
-    gold = last_boxed(truth) or truth
+    gold = _PERCENT_SIGN.sub("", last_boxed(truth) or truth)
     answer = last_boxed(solution_str)
     if answer is None and "\\boxed" in solution_str:
         return 0.0  # cut off inside the box
+    if answer is not None:
+        answer = _PERCENT_SIGN.sub("", answer)
     if answer is not None and _plain(answer) == _plain(gold):
         return 1.0
     if answer is not None and len(answer) > MAX_ANSWER_CHARACTERS:
