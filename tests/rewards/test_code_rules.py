@@ -68,6 +68,20 @@ def test_humaneval(response, score):
         assert default_compute_score("openai/openai_humaneval", response, truth)["score"] == score
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    ["def half(x):\n", "def half(\n    x,\n):\n    # Return half of x.\n", "import math\n", ""],
+)
+def test_humaneval_with_a_prompt_that_has_no_docstring(prompt):
+    truth = {**HUMANEVAL, "prompt": prompt}
+    right = "def half(x):\n    return x / 2\n"
+    wrong = "def half(x):\n    return x\n"
+    assert code.score(right, truth)["score"] == 1.0
+    assert code.score(wrong, truth)["score"] == 0.0
+    with pytest.raises(RewardError, match="expects Python as the prompt .* got 'Write half"):
+        code.score(right, {**HUMANEVAL, "prompt": "Write half of x."})
+
+
 def test_mbpp_with_and_without_partial_credit():
     half = "def f(x):\n    return 2"
     assert default_compute_score("mbpp", half, MBPP) == {

@@ -13,6 +13,7 @@ The ground truth is a mapping, or the same as JSON text, in one of these forms:
         Arguments and results of a function, or of a method of the class Solution.
 """
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,11 +79,9 @@ def score(
 
     match truth:
         case {"entry_point": str(name), "test": str(test)}:
-            # The prompt alone is a function that has only a docstring; a later definition of the
-            # same name replaces it.
             prompt = str(truth.get("prompt", ""))
             redefines = re.search(rf"^def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
-            program = f"{prompt}\n{code}" if redefines else prompt + code
+            program = f"{_finished(prompt)}\n{code}" if redefines else prompt + code
             verdicts, late = _by_tests(runner, program, [f"{test}\ncheck({name})"])
 
         case {"test_list": tests} if _is_list(tests):
@@ -114,6 +113,25 @@ def score(
     passed = sum(verdicts) / max(len(verdicts), 1)
     score = passed if partial_credit else float(passed == 1.0)
     return {"score": score, "passed": passed, "timed_out": float(late)}
+
+
+def _finished(prompt: str) -> str:
+    """Return a prompt that runs alone, so that a later definition of its function replaces it.
+
+    A signature with a docstring runs as it is. One without a body, or with comments alone, gets a
+    body.
+    """
+    for program in (prompt, f"{prompt.rstrip()}\n    pass\n"):
+        try:
+            ast.parse(program)
+        except SyntaxError:
+            continue
+        return program
+    raise RewardError(
+        "The code rule expects Python as the prompt in ground_truth, up to the body of the "
+        f"function, got {prompt[:200]!r}. Correct the row, or leave the prompt out if responses "
+        "are whole functions."
+    )
 
 
 def _is_list(value: Any) -> bool:
