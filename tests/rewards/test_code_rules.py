@@ -153,6 +153,19 @@ def test_a_malformed_ground_truth_is_an_error(truth):
 
 
 @pytest.mark.parametrize(
+    "truth",
+    [
+        {"test_list": []},
+        {"inputs": [], "outputs": []},
+        {"inputs": [], "outputs": [], "fn_name": "f"},
+    ],
+)
+def test_a_task_without_tests_is_an_error(truth: Any):
+    with pytest.raises(RewardError, match="needs at least one test"):
+        code.score("x = 1", truth)
+
+
+@pytest.mark.parametrize(
     ("truth", "part"),
     [
         ('{"test_list": ["assert', "ground_truth"),

@@ -69,7 +69,8 @@ def score(
         partial_credit: score the share of tests that pass instead.
 
     Raises:
-        RewardError: the ground truth has none of the forms above, or the sandbox itself fails.
+        RewardError: the ground truth has none of the forms above or no test, or the sandbox itself
+            fails.
     """
     runner = runner or default_runner()
     truth = ground_truth
@@ -110,7 +111,12 @@ def score(
                 f"'outputs'}}, got {str(ground_truth)[:200]!r}."
             )
 
-    passed = sum(verdicts) / max(len(verdicts), 1)
+    if not verdicts:
+        raise RewardError(
+            "A code task needs at least one test, or every program scores 0, got "
+            f"{str(ground_truth)[:200]!r}. Add the tests, or leave the row out."
+        )
+    passed = sum(verdicts) / len(verdicts)
     score = passed if partial_credit else float(passed == 1.0)
     return {"score": score, "passed": passed, "timed_out": float(late)}
 
