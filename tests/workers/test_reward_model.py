@@ -255,6 +255,9 @@ def test_ids_are_scored_unchanged_and_padding_does_not_count(folder: Path) -> No
     assert torch.equal(compute_reward(model, [torch.tensor(row) for row in rows]), expected)
     padded = torch.tensor([[7, 9, 11], [0, 30, 31], [50, 0, 0]])
     assert torch.equal(compute_reward(model, padded), expected)
+    assert torch.equal(compute_reward(model, padded.numpy()), expected)
+    assert torch.equal(compute_reward(model, [np.array(row) for row in rows]), expected)
+    assert torch.equal(compute_reward(model, [list(np.array(row)) for row in rows]), expected)
     after = compute_reward(model, [[11], [31]], prompts=[[7, 9], [30]])
     torch.testing.assert_close(after, expected[:2], atol=1e-5, rtol=0)
 
@@ -280,6 +283,7 @@ def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
         ([[5], []], None, RewardError, "Response 1 is empty"),
         (torch.tensor([[5, 6], [0, 0]]), None, RewardError, "Response 1 is empty"),
         (torch.tensor([[0.5, 0.5]]), None, RewardError, "Response 0 must be a text or token ids"),
+        (torch.tensor([[True, True]]), None, RewardError, "token ids .T,., got .True, True"),
         (
             [[5], [6, 151_643]],
             None,

@@ -3,8 +3,11 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from verl.data.chat import Messages, encode_conversations
@@ -108,8 +111,9 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     """Compute fp32 scores (B,) of B responses, each finite.
 
     Args:
-        responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists),
-            or as one (B, T) tensor, where pad tokens at either end of a row do not count.
+        responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or arrays,
+            lists), or as one (B, T) tensor or array, where pad tokens at either end of a row do not
+            count.
         prompts: B texts or lists of messages, or one text for all. A response is then the
             assistant's turn under the reward model's chat template (ids are decoded for it). Or B
             prompts in ids, before responses in ids. None: a text is an assistant's turn without a
@@ -121,9 +125,10 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
         DataError: no fit between responses and prompts, or a chat template that refuses the
             conversation.
     """
+    responses = _as_tensor(responses)
     _check_responses(responses)
     answers = _texts_or_ids(responses, "response", model.tokenizer)
-    before: Any = one_prompt_each(prompts, len(answers))
+    before: Any = one_prompt_each(_as_tensor(prompts), len(answers))
     reader = RewardReader(model.tokenizer, model.max_length)
     if any(_is_ids(prompt) for prompt in before):
         before = _texts_or_ids(before, "prompt", model.tokenizer)
@@ -220,8 +225,14 @@ def _conversation(prompt: Any, answer: str, name: str) -> Messages:
     return [*before, {"role": "assistant", "content": answer}]
 
 
+def _as_tensor(value: Any) -> Any:
+    """Return an array of numbers as a tensor, and any other value as it is."""
+    is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return torch.from_numpy(value) if is_numeric else value
+
+
 def _is_ids(value: Any) -> bool:
-    if isinstance(value, Tensor):
+    if isinstance(_as_tensor(value), Tensor):
         return True
     is_list = isinstance(value, (list, tuple)) and bool(value)
     return is_list and isinstance(value[0], int)
@@ -235,6 +246,7 @@ def _texts_or_ids(values: Any, kind: str, tokenizer: Any) -> list[str | list[int
     checked: list[str | list[int]] = []
     for number, value in enumerate(values):
         name = f"{kind} {number}".capitalize()
+        value = _as_tensor(value)
         if isinstance(value, Tensor):
             value = value.tolist()
         if value is None:
@@ -257,7 +269,7 @@ def _without_padding(ids: list[int], pad_token_id: int) -> list[int]:
 def _checked_ids(value: Any, name: str, vocabulary: int) -> list[int]:
     """Return token ids as a list. Raises RewardError unless the tokenizer has all of them."""
     is_list = isinstance(value, (list, tuple))
-    if not is_list or not all(isinstance(token, int) for token in value):
+    if not is_list or not all(_is_whole(token) for token in value):
         raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
 
     lowest = min(value)
@@ -268,4 +280,9 @@ def _checked_ids(value: Any, name: str, vocabulary: int) -> list[int]:
             f"tokenizer has {vocabulary}: they are of another tokenizer. Decode them, and "
             "give texts."
         )
-    return list(value)
+    return [int(token) for token in value]
+
+
+def _is_whole(token: Any) -> bool:
+    """Return whether a value is a whole number. The entries of a mask, True and False, are none."""
+    return isinstance(token, Integral) and not isinstance(token, bool)
