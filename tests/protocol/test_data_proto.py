@@ -172,6 +172,25 @@ def test_repeat(data, times, interleave):
     assert as_rows(data.repeat()) == [row for row in rows for _ in range(2)]
 
 
+@pytest.mark.parametrize("times", [1.5, 2.0, -1, "2", [1, 2, 1], torch.tensor(1.5)])
+def test_repeat_takes_whole_numbers_alone(times):
+    data = make_batch(3)
+    with pytest.raises(BatchError, match="whole number of at least 0, got .* for each row"):
+        data.repeat(times)
+
+
+@pytest.mark.parametrize("times", [[1.5, 1.0, 0.5], [True, False, True], torch.ones(3)])
+def test_sample_level_repeat_takes_whole_numbers_alone(times):
+    with pytest.raises(BatchError, match="must be 3 whole numbers"):
+        make_batch(3).sample_level_repeat(times)
+
+
+@pytest.mark.parametrize("column", [[1, 2, 3], 3, "abc", None])
+def test_a_tensor_column_that_is_none_is_named(column):
+    with pytest.raises(BatchError, match="Column 'ids' must be a tensor, got .*non_tensors"):
+        DataProto.from_dict(tensors={"ids": column})
+
+
 @given(batches, st.data())
 def test_sample_level_repeat(data, draw):
     times = draw.draw(st.lists(st.integers(0, 3), min_size=len(data), max_size=len(data)))

@@ -209,21 +209,30 @@ class DataProto(BatchColumns):
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "Self":
         """Repeat each row: a,a,b,b when interleaved, else a,b,a,b."""
-        if repeat_times < 0:
-            raise BatchError(f"repeat_times must not be negative, got {repeat_times}.")
+        try:
+            times = operator.index(repeat_times)
+        except TypeError:
+            times = -1
+        if times < 0:
+            raise BatchError(
+                f"repeat_times must be a whole number of at least 0, got {repeat_times!r}. "
+                "sample_level_repeat takes a count for each row."
+            )
+
         rows = np.arange(len(self))
         spread = np.repeat if interleave else np.tile
-        return self.select_idxs(spread(rows, repeat_times))
+        return self.select_idxs(spread(rows, times))
 
     def sample_level_repeat(self, repeat_times: Indices) -> "Self":
         """Repeat row i `repeat_times[i]` times; copies of a row are neighbors."""
-        times = np.asarray(repeat_times, dtype=np.int64)
-        if times.shape != (len(self),) or (times < 0).any():
+        times = np.asarray(repeat_times)
+        is_whole = times.dtype.kind in "iu" or not times.size  # an empty list counts as floats
+        if times.shape != (len(self),) or not is_whole or (times < 0).any():
             raise BatchError(
-                f"repeat_times must be {len(self)} counts, one a row and none negative, got "
+                f"repeat_times must be {len(self)} whole numbers, one a row and none negative, got "
                 f"{times}."
             )
-        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+        return self.select_idxs(np.repeat(np.arange(len(self)), times.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> "Self":
         """Cut dimension 1 of the columns `split_keys` into `n_split` rows each.

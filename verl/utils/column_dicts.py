@@ -54,10 +54,15 @@ def object_bytes(columns: Mapping[str, np.ndarray]) -> int:
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Return the first `count` sizes, zeros if there are no columns.
 
-    Raises BatchError unless all columns have and share them.
+    Raises BatchError unless all columns are tensors or arrays that have and share them.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for key, column in columns.items():
+        if not hasattr(column, "shape"):
+            raise BatchError(
+                f"Column '{key}' must be a tensor, got {type(column).__name__}. Make it one by "
+                "torch.tensor(...), or give it as one of from_dict(non_tensors=...)."
+            )
         sizes[key] = tuple(column.shape[:count])
 
     different = set(sizes.values()) or {(0,) * count}
