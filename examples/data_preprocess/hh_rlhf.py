@@ -22,6 +22,7 @@ from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
 from verl.data.raw_files import raw_folder, write_tables
 from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
 SPLITS = ("train", "test")
@@ -109,6 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
                 num_left_out += 1
             else:
                 rows.append(row)
+        if num_left_out and not rows:
+            raise DataError(
+                f"No pair of {split} has a dialogue that starts with '\\n\\nHuman:' and a last "
+                f"answer of the assistant to the same prompt, got {num_left_out} pairs. Correct "
+                "the transcripts, or take the file out."
+            )
         if rows:
             tables[split] = pa.Table.from_pylist(rows)
             print(f"left out {num_left_out} pairs of {split} that do not pair")

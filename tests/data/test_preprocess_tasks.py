@@ -10,6 +10,7 @@ from tests.data.scripts import load_script
 from tests.data.test_preprocess import load_rows
 from tests.shared_files import SHARED, needs_shared
 from verl.rewards.rules import default_compute_score
+from verl.utils.errors import DataError
 
 
 def gold_score(row: dict, text: str) -> float:
@@ -178,6 +179,17 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
         )
 
     assert "no pairs in" in capsys.readouterr().err
+
+
+def test_a_split_of_hh_rlhf_without_a_dialogue_is_an_error(tmp_path):
+    main = load_script("data_preprocess/hh_rlhf.py").main
+    prompt = "\n\nHuman: One?"
+    pair = {"chosen": f"{prompt}\n\nAssistant: 1.", "rejected": f"{prompt}\n\nAssistant: 2."}
+    write_lines(tmp_path / "test.jsonl", [pair])
+    write_lines(tmp_path / "train.jsonl", [{"chosen": "Human: One?", "rejected": "Human: One?"}])
+    with pytest.raises(DataError, match="No pair of train has a dialogue .* got 1 pairs"):
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
 
 
 @needs_shared("data/gsm8k")
