@@ -299,6 +299,36 @@ def test_ranks_of_other_machines_connect_by_tcp_and_strangers_are_rejected(monke
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.seed=1", "data.seed=2"], None),
+        (["data.seed=2", "trainer.seed=1"], None),
+        (["trainer.seed=1", "data.seed=3"], "only here: data.seed; given to rank 0 alone: 1."),
+        (["trainer.seed=1"], "only here: none; given to rank 0 alone: 1."),
+    ],
+)
+def test_a_machine_with_other_arguments_than_rank_0_says_so(monkeypatch, caplog, arguments, said):
+    store = HashStore()
+    monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: store)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("sys.argv", ["main_ppo.py", "trainer.seed=1", "data.seed=2"])
+
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(spmd_rank.connect_all, 2, 20.0)
+        store.get("folder")
+        monkeypatch.setattr("sys.argv", ["main_ppo.py", *arguments])
+        entrance = spmd_rank._find_entrance(2, 20.0)
+        links.connect(entrance, 1, 20.0)
+        _, folder = waiting.result()
+
+    shutil.rmtree(folder)
+    warnings = [line for line in caplog.messages if "other arguments than rank 0" in line]
+    assert len(warnings) == (said is not None)
+    assert all(said in line for line in warnings)
+
+
 def test_missing_ranks_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: HashStore())

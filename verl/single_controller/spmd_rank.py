@@ -1,15 +1,17 @@
 """A rank's side of backend `spmd`: find the processes of torchrun, and serve the driver's calls."""
 
+import json
 import os
 import queue
 import signal
 import sys
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.driver_watch import Pulse, exit_after_driver, watch_driver
@@ -17,6 +19,7 @@ from verl.single_controller.host import Host
 from verl.single_controller.links import Door, Entrance, Peers, answer, connect, read_token
 from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import WorkerLostError
+from verl.utils.logging import logger
 from verl.utils.rendezvous import env_store, loopback_settings, wait_for_key
 from verl.utils.scratch import hold_scratch, remove_scratch
 from verl.utils.sigterm import handle_sigterm
@@ -47,6 +50,7 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[Peers, Path]:
         # Any host that reaches the store can read it. Ranks of this machine read a file instead.
         store.set("port", str(door.port))
         store.set("token", door.token)
+        store.set("arguments", json.dumps([_digest(argument) for argument in sys.argv[1:]]))
 
     store.set("folder", door.folder)
     peers: Peers = {}
@@ -105,7 +109,30 @@ def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
         return Entrance(folder, "", 0, read_token(Path(folder)))
     port = int(store.get("port"))
     token = store.get("token").decode()
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine
+        _warn_of_other_arguments(store)
     return Entrance(folder, os.environ["MASTER_ADDR"], port, token)
+
+
+def _warn_of_other_arguments(store: Store) -> None:
+    """Log where the command of this machine has other arguments than that of rank 0."""
+    of_driver = set(json.loads(store.get("arguments")))
+    arguments = {_digest(argument): argument.partition("=")[0] for argument in sys.argv[1:]}
+    only_here = sorted(arguments[digest] for digest in arguments.keys() - of_driver)
+    num_missing = len(of_driver - arguments.keys())
+    if only_here or num_missing:
+        logger.warning(
+            "This machine was started with other arguments than rank 0, whose configuration is "
+            "used on all. Given only here: %s; given to rank 0 alone: %d. Use the same command on "
+            "every machine.",
+            ", ".join(only_here) or "none",
+            num_missing,
+        )
+
+
+def _digest(argument: str) -> str:
+    """Return a digest of an argument: any host that reaches the store can read it."""
+    return sha256(argument.encode()).hexdigest()
 
 
 def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse: Pulse) -> None:
