@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
-from tests.trainer.runs import TOY, metric_lines, run, same_bits, step_lines, weights, write_lines
+from tests.trainer.runs import (
+    PPO,
+    TOY,
+    metric_lines,
+    run,
+    same_bits,
+    step_lines,
+    weights,
+    write_lines,
+)
 from verl.data.toy import toy_files
 from verl.models.load import resolve_path
 from verl.tracking.backends import FileBackend
@@ -154,6 +163,15 @@ def test_settings_of_ray_for_one_rank_are_reported_as_without_effect(tmp_path, c
     assert run(tmp_path, "ray_init.num_cpus=4", "ray_init.namespace=mine") == 0
     message = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
     assert message in capfd.readouterr().out
+
+
+def test_keys_beyond_the_end_are_named_where_epochs_over_the_data_give_it(tmp_path, capfd):
+    by_epochs = [key for key in TOY if not key.startswith("trainer.max_steps")]
+    keys = (*PPO, "trainer.total_epochs=1", "trainer.critic_warmup=2", "trainer.profile_steps=[3]")
+    assert run(tmp_path, *keys, base=by_epochs) == 0
+    said = capfd.readouterr().out
+    assert said.count("critic_warmup=2 steps train the critic alone, and the run has 2") == 1
+    assert said.count("profile_steps=[3] are no steps of a run of 2") == 1
 
 
 def test_a_reward_function_with_a_missing_package(tmp_path, capfd):

@@ -41,7 +41,7 @@ def test_a_step_shows_phases_calls_and_the_work_of_the_workers(tmp_path, capfd):
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["global_step_2.json"]
 
     assert (
-        "profile_steps: no timeline is written of [0, 9], for this run ends with 2."
+        "profile_steps=[0, 9] are no steps of a run of 2: they have no timeline."
         in capfd.readouterr().out
     )
     spans = rows_of(tmp_path / "timeline" / "global_step_2.json")

@@ -210,7 +210,8 @@ def algorithm_doubts(config: TrainConfig) -> Messages:
     """Yield combinations of the algorithm's keys that run, but are rarely intended."""
     yield from _doubtful_losses(config)
     yield from _thresholds_that_leave_nothing(config)
-    yield from _steps_beyond_the_run(config)
+    if config.trainer.total_training_steps is not None:
+        yield from steps_beyond_the_run(config, config.trainer.total_training_steps)
 
 
 @table
@@ -280,13 +281,9 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Rows:
     )
 
 
-def _steps_beyond_the_run(config: TrainConfig) -> Messages:
-    """Yield keys that count on steps after the end of the run."""
+def steps_beyond_the_run(config: TrainConfig, last: int) -> Messages:
+    """Yield keys that count on steps after the last one of the run."""
     trainer = config.trainer
-    last = config.trainer.total_training_steps
-    if last is None:
-        return
-
     if trainer.critic_warmup >= last:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} steps train the critic alone, and the "

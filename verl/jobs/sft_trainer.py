@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config, in_steps
+from verl.config.sft import RULES_OF_FILES, SHARED, SFTConfig, as_train_config, in_steps
 from verl.data import RLDataLoader
 from verl.data.build import build_picture_reader, build_sft_dataset
 from verl.data.collate import pad_examples
@@ -80,7 +80,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
                 val_dataset, rows, shuffle=False, seed=data.seed, drop_last=False
             )
 
-        self.total_steps = setup.count_steps(train, len(self.train_loader))
+        self.total_steps = setup.count_steps(train, len(self.train_loader), SHARED.names_here)
 
     def init_workers(self) -> None:
         """Load the model. The trackers start first, so a missing package fails within seconds."""

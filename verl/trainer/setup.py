@@ -1,6 +1,6 @@
 """From configuration to the parts a trainer is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from verl import agents
 from verl.config import RolloutConfig, TrainConfig
+from verl.config.algorithm_rules import steps_beyond_the_run
 from verl.config.batch_rules import uneven_mini_batches
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
@@ -361,20 +362,24 @@ def _warn_of_unused_agents(dataset: Any) -> None:
             return
 
 
-def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
-    """Return the training steps of the run: those configured, or all epochs over the data."""
+def count_steps(config: TrainConfig, steps_an_epoch: int, named: Callable[[str], str] = str) -> int:
+    """Return the training steps of the run: those configured, or all epochs over the data.
+
+    Log keys that count on steps after the end of the run, where only the data gives that end.
+
+    Args:
+        config: of the run.
+        steps_an_epoch: batches of the loader.
+        named: changes a message to the names of keys that the user has.
+    """
     trainer = config.trainer
-    steps = config.trainer.total_training_steps
-    if steps is None:
-        assert trainer.total_epochs is not None, "the configuration was checked"
-        steps = steps_an_epoch * trainer.total_epochs
-    missed = [step for step in trainer.profile_steps or () if not 1 <= step <= steps]
-    if missed:
-        logger.warning(
-            "trainer.profile_steps: no timeline is written of %s, for this run ends with %d.",
-            missed,
-            steps,
-        )
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+
+    assert trainer.total_epochs is not None, "the configuration was checked"
+    steps = steps_an_epoch * trainer.total_epochs
+    for doubt in steps_beyond_the_run(config, steps):
+        logger.warning("%s", named(doubt))
     return steps
 
 
