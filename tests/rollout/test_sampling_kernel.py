@@ -299,6 +299,20 @@ def test_bad_logits_give_a_log_prob_that_is_not_finite(settings):
     torch.testing.assert_close(log_probs[4:], expected_log_probs[4:])
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"temperature": 0}])
+@interpreted
+def test_lanes_without_possible_tokens_change_no_draw(settings):
+    """Where all logits are very negative, weights of such lanes are 0 times infinity."""
+    torch.manual_seed(7)
+    logits = 3 * torch.randn(16, VOCABULARY) - 300
+    lanes = torch.arange(VOCABULARY) * 32 // SMALL.block % 32
+    logits[:, lanes % 5 > 0] = -torch.inf
+    logits[:8, SMALL.chunk :] = -torch.inf  # a chunk without any
+    tokens, log_probs, expected_tokens, expected_log_probs, _ = run(logits, **settings)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-6, atol=1e-5)
+
+
 @interpreted
 def test_an_impossible_token_is_never_drawn():
     logits = torch.full((4, VOCABULARY), -torch.inf)

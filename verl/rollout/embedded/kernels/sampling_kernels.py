@@ -254,12 +254,14 @@ def scan_and_draw(
             useful = True
         if useful:
             bits = _mixed_bits(hashes, columns, key_low, key_high, VOCABULARY)
+            # `_may_win` with less of the noise and each lane's own maximum: few blocks pass.
             reach = _reach(finite(largest) * inverse - best)
             ahead = tl.max(weights * reach[:, None] - _rough_leading_bits(bits), 1)
             if tl.max((ahead >= -_2_TO_23).to(tl.int32), 0) > 0:
                 # The most promising token is tried alone; in most blocks no other can beat it then.
                 noise = _noise_integers(bits)
                 peak = finite(tl.max(largest, 0))
+                # A lane without finite logits may have 0 * inf here. NaN is not hopeful.
                 weights *= tl.exp2((finite(largest) - peak) * scale)[:, None]
                 hopeful = _may_win(noise, weights, peak * inverse - best)
                 weights = tl.where(hopeful, weights, 0.0)
