@@ -107,6 +107,30 @@ def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
     assert slots.prefixes.covered[:12].tolist() == [0] * 2 + [8] * 5 + [0] * 5
 
 
+def test_rows_and_blocks_are_shown_again_after_a_capture():
+    slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
+    scheduler = make_scheduler([9], samples=5)
+    slots.show(scheduler, scheduler.running)
+    with slots.only_padding():
+        assert set(slots.rows.tolist()) == {20}
+        assert not any(tensor.any() for tensor in slots.prefixes)
+    assert slots.rows[:5].tolist() == scheduler.running.tolist()
+    assert slots.prefixes.counts.tolist() == [5, 0, 0, 0, 0]
+    assert slots.prefixes.covered[:6].tolist() == [8] * 5 + [0]
+
+
+def test_the_rollout_after_an_interrupted_capture_shows_its_blocks():
+    slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
+    for _ in range(2):
+        slots.forget()
+        scheduler = make_scheduler([9], samples=5)
+        slots.show(scheduler, scheduler.running)
+        assert slots.rows[:5].tolist() == scheduler.running.tolist()
+        assert slots.prefixes.counts.tolist() == [5, 0, 0, 0, 0]
+        with pytest.raises(KeyboardInterrupt), slots.only_padding():
+            raise KeyboardInterrupt
+
+
 def test_blocks_follow_pages_that_have_become_those_of_a_longer_prompt():
     slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
     one = make_scheduler([8], samples=4)
