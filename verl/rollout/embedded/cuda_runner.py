@@ -61,10 +61,10 @@ FIXED_SPLIT = 256
 # handle the fresh token in each program than in a separate kernel. With more programs the separate
 # kernel is comparatively small, and the programs are faster without this work.
 FRESH_PROGRAMS = 4
-# Pages that rows share are read once for several of them, if that spares each multiprocessor so
+# Pages that rows share are read once for several of them, if that saves each multiprocessor so
 # many tokens of a key head. The results of shared tokens must be stored and read again: at 0.5B,
-# 405 rows that were spared 204 tokens each took 30 us with it and 30 without, 576 rows 28 and 31.
-SPARED_TOKENS = 1200
+# 405 rows that saved 204 tokens each took 30 us with it and 30 without, 576 rows 28 and 31.
+SAVED_TOKENS = 1200
 # A prefill of few tokens costs almost as much as one of many, so a slot or two that are free do not
 # interrupt a running batch.
 REFILL_SHARE = 1 / 16
@@ -345,8 +345,8 @@ class CudaRunner(ModelRunner):
             return False
         if not can_share(1, self._widest(), self.twin.dtype):
             return False
-        spared = self.slots.saved_tokens * rows * self._fewest_heads()
-        return spared >= SPARED_TOKENS * self._num_sms
+        saved = self.slots.saved_tokens * rows * self._fewest_heads()
+        return saved >= SAVED_TOKENS * self._num_sms
 
     def _is_small(self, rows: int) -> bool:
         """Return whether the programs of attention, of one split each, all run at once."""

@@ -68,7 +68,7 @@ class DeviceSlots:
         if shifts:
             self._shifts = torch.zeros(self.most_rows + 1, dtype=torch.int64, device=device)
         self._shown = _NONE  # the slots that `rows` names now
-        self._shown_prompts = _NONE  # and where their prompts end
+        self._shown_prompts = _NONE  # (2, b), the prompts that `prefixes` is for
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +144,7 @@ class DeviceSlots:
             self._blocks.copy_(news["blocks"])
 
     def _new_blocks(self, scheduler: Scheduler, slots: IntArray) -> IntArray | None:
-        """Return the numbers of `prefixes`, in order; None: they are those of the step before."""
+        """Return all numbers of `prefixes` for these rows; None: it has them already."""
         ends = prompt_ends(scheduler, slots, self._page_size)
         tokens = scheduler.prompt_tokens[slots] // self._page_size * self._page_size
         prompts = np.stack([ends, tokens])

@@ -23,9 +23,10 @@ class PrefixBlocks(NamedTuple):
 
 
 def prompt_ends(samples: RunningSamples, slots: IntArray, page_size: int) -> IntArray:
-    """Return the last full page of each slot's prompt (b,), or -1.
+    """Return the last page that each slot's prompt fills (b,), or -1 if it fills none.
 
-    Slots with the same one share all pages up to it, or have copies of them.
+    Slots with the same one share all pages up to it, or have copies with the keys of the same
+    tokens.
     """
     full = samples.prompt_tokens[slots] // page_size
     return np.where(full > 0, samples.table[slots, np.maximum(full - 1, 0)], -1)
@@ -47,8 +48,8 @@ def prefix_blocks(ends: IntArray, tokens: IntArray, *, fewest: int, most: int) -
     Args:
         ends: (b,), see `prompt_ends`.
         tokens: (b,), in the pages up to there.
-        fewest: rows of a prompt without blocks are less. With `most / 2`, b rows never have more
-            than b / fewest blocks.
+        fewest: rows of a prompt that get blocks. If it is `most / 2` or less, b rows have b /
+            fewest blocks at most.
         most: rows of a block.
     """
     starts = np.flatnonzero(np.append(True, ends[1:] != ends[:-1])[: len(ends)])
