@@ -27,6 +27,7 @@ from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.sampling import sample_keys
 
 pytest.importorskip("triton", reason="comes with the CUDA builds of torch")
+from verl.rollout.embedded import cuda_runner
 from verl.rollout.embedded.cuda_runner import CudaRunner, StepKind, ladder
 from verl.rollout.embedded.device_slots import DeviceSlots
 
@@ -83,6 +84,9 @@ class RememberingRunner(CudaRunner):
         return 1
 
     def _fewest_heads(self) -> int:
+        return 1
+
+    def _widest(self) -> int:
         return 1
 
     def allocate(self, num_pages: int) -> None:
@@ -299,6 +303,7 @@ def test_rows_of_a_block_have_the_keys_that_its_first_row_reads(
 ):
     random = np.random.default_rng(seed)
     monkeypatch.setattr(engine_module, "HostRunner", RememberingRunner)
+    monkeypatch.setattr(cuda_runner, "can_share", lambda *sizes: True)  # there are no kernels
     slots = int(random.integers(12, 40))
     caches = seed % 2 == 1
     has_drafts = seed % 3 == 2

@@ -18,6 +18,7 @@ from tests.rollout.test_paged_attention_kernel import (
     expected,
     make_batch,
 )
+from verl.rollout.embedded.kernels import shared_prefix
 from verl.rollout.embedded.kernels.shared_prefix import SharedPrefixes, can_share
 
 # Row i has slot i. The first three rows share two pages, the next two three, and the last has none
@@ -71,10 +72,21 @@ def test_half_precision_by_warps(group: int):
 @interpreted
 def test_many_query_heads_are_refused():
     batch, _, prefixes = make_shared(group=17)
-    assert can_share(16, DIM, torch.float16)
-    assert not can_share(17, DIM, torch.float16)
+    cpu = torch.device("cpu")
+    assert can_share(16, DIM, torch.float16, cpu)
+    assert not can_share(17, DIM, torch.float16, cpu)
     with pytest.raises(AssertionError, match="17 query heads"):
         attend(batch, prefixes=prefixes)
+
+
+def test_programs_that_take_too_much_memory_are_not_launched(monkeypatch: pytest.MonkeyPatch):
+    desktop = 99 * 1024
+    monkeypatch.setattr(shared_prefix, "shared_memory", lambda device: desktop)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    device = torch.device("cuda")
+    assert can_share(7, 128, torch.bfloat16, device)
+    assert can_share(16, 64, torch.bfloat16, device)
+    assert not can_share(16, 128, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("splits", [{"num_splits": 2}, {"split_tokens": 16}, {"window": 9}])

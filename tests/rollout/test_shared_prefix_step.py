@@ -21,9 +21,9 @@ from verl.rollout.embedded.samples import Group, Prefill, Sample
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed
 
-PROMPTS = (17, 3, 8, 9)  # tokens
+PROMPTS = (15, 3, 8)  # tokens
 SAMPLES = 5
-STEPS = 10
+STEPS = 5
 PAGES = 80
 
 

@@ -93,9 +93,6 @@ class DeviceStep(NamedTuple):
         The keys include that of the new token, which `fresh` stores if it is given.
         """
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
-        widest = max(q.shape[2], out.shape[2])
-        group = q.shape[1] // pages.keys.shape[1]
-        shares = facts.window is None and can_share(group, widest, q.dtype)
         decode_attention(
             q,
             pages.keys,
@@ -114,10 +111,18 @@ class DeviceStep(NamedTuple):
             split_tokens=self.split_tokens,
             workspace=self.workspace,
             fresh=fresh,
-            prefixes=self.prefixes if shares else None,
+            prefixes=self._prefixes_of(pages, q, facts),
         )
 
         return out
+
+    def _prefixes_of(self, pages: LayerPages, q: Tensor, facts: Facts) -> SharedPrefixes | None:
+        """Return the blocks of rows, if this layer can read their shared pages once."""
+        if self.prefixes is None or facts.window is not None:
+            return None
+        group = q.shape[1] // pages.keys.shape[1]
+        widest = max(pages.keys.shape[3], pages.values.shape[3])
+        return self.prefixes if can_share(group, widest, q.dtype, q.device) else None
 
 
 class DevicePrefillStep(PrefillStep):

@@ -343,7 +343,7 @@ class CudaRunner(ModelRunner):
         """
         if self.deterministic or self._is_small(rows):
             return False
-        if not can_share(1, self._widest(), self.twin.dtype):
+        if not can_share(1, self._widest(), self.twin.dtype, self.device):
             return False
         saved = self.slots.saved_tokens * rows * self._fewest_heads()
         return saved >= SAVED_TOKENS * self._num_sms

@@ -4,8 +4,6 @@ cuBLAS has tiles for many rows. Here the weight takes the tensor cores' 64 rows,
 no more work than they need.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from verl.rollout.embedded.kernels import PROCESSORS
 from verl.rollout.embedded.kernels.layers import gated
+from verl.rollout.embedded.kernels.shared_memory import shared_memory
 from verl.utils.arithmetic import ceil_div
 
 # With more rows, cuBLAS is as fast: its tiles read a weight once for 128 rows.
@@ -26,17 +25,8 @@ _SHARED_BYTES = _STAGES[0] * (MOST_ROWS + 2 * _COLUMNS) * _INNER * 2  # of 16-bi
 
 def can_gate(rows: int, inner: int, device: torch.device) -> bool:
     """Return whether `gated_product` computes x (M, K) on `device`."""
-    return rows <= MOST_ROWS and inner % _INNER == 0 and _has_room(device)
-
-
-@cache
-def _has_room(device: torch.device) -> bool:
-    """Return whether loads ahead fit in a multiprocessor, which has 99 KiB on desktop cards."""
-    if device.type != "cuda":
-        return True  # interpreted
-    # AMD's devices have 64 KiB and, in torch, no such property.
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= _SHARED_BYTES
+    has_room = shared_memory(device) >= _SHARED_BYTES
+    return rows <= MOST_ROWS and inner % _INNER == 0 and has_room
 
 
 def gated_product(x: Tensor, weight: Tensor, *, gelu: bool = False) -> Tensor:

@@ -191,6 +191,10 @@ def decode_attention(
     )
 
     begins_early = prefixes is not None and overlaps(q.device)
+    options = dict(config.options)
+    if begins_early:
+        options["launch_pdl"] = True  # Triton's backend for AMD has no such option
+
     _attend[(rows, kv_heads, num_splits)](
         q,
         *news,
@@ -224,8 +228,7 @@ def decode_attention(
         BLOCK_VALUE=padded(value_dim),
         WARPS=config.num_warps if by_warps else 1,
         OVERLAPS=begins_early,
-        launch_pdl=begins_early,
-        **config.options,
+        **options,
     )
 
 

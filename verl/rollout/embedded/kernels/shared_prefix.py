@@ -18,10 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from verl.rollout.embedded.kernels.decode_launch import padded
 from verl.rollout.embedded.kernels.page_blocks import weigh_pages
 from verl.rollout.embedded.kernels.running_softmax import finite, store_mean
+from verl.rollout.embedded.kernels.shared_memory import shared_memory
 
 BLOCK_ROWS = 8  # the most rows of a block
 FEWEST_ROWS = 4
 _MOST_QUERIES = 128  # of a program
+_BLOCK_KEYS = 64  # that are loaded at once, of _STAGES - 1 blocks ahead
+_STAGES = 3
 
 
 class SharedPrefixes(NamedTuple):
@@ -61,14 +64,36 @@ def most_blocks(rows: int) -> int:
     return max(1, rows // FEWEST_ROWS)
 
 
-def can_share(group: int, widest: int, dtype: torch.dtype) -> bool:
-    """Return whether blocks have registers for `group` query heads a key head.
+def can_share(group: int, widest: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether blocks have registers and shared memory for `group` query heads a key head.
 
-    `widest` is the larger size of a key or value. fp32 has 223 spills with heads of 128; heads of
-    256 have none in bfloat16, but were not measured.
+    `widest` is the larger size of a key or value, `dtype` that of queries. fp32 has 223 spills with
+    heads of 128; heads of 256 have none in bfloat16, but were not measured.
     """
-    has_room = BLOCK_ROWS * triton.next_power_of_2(group) <= _MOST_QUERIES
-    return has_room and widest <= 128 and dtype != torch.float32
+    if _queries(group) > _MOST_QUERIES or widest > 128 or dtype == torch.float32:
+        return False
+    # The tensor cores of Hopper and of data-center Blackwell read shared memory themselves.
+    is_recent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    needed = program_bytes(_queries(group), widest, from_shared_memory=is_recent)
+    return needed <= shared_memory(device)
+
+
+def program_bytes(queries: int, widest: int, *, from_shared_memory: bool) -> int:
+    """Return the bytes of shared memory that a program of 16-bit `queries` takes at most.
+
+    Where products read their operands `from_shared_memory`, one more block of keys and values is
+    there.
+    """
+    blocks = _STAGES if from_shared_memory else _STAGES - 1
+    of_queries = queries * padded(widest)
+    of_keys = blocks * _BLOCK_KEYS * 2 * padded(widest)
+    of_weights = queries * _BLOCK_KEYS
+    return 2 * (of_queries + of_keys + of_weights)
+
+
+def _queries(group: int) -> int:
+    """Return the rows of a program's products: those of all query heads in a block."""
+    return padded(BLOCK_ROWS * triton.next_power_of_2(group))
 
 
 @cache
@@ -100,14 +125,13 @@ def attend_prefixes(
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
     group = heads // kv_heads
-    queries = padded(BLOCK_ROWS * triton.next_power_of_2(group))
+    queries = _queries(group)
     assert queries <= _MOST_QUERIES, f"{group} query heads a key head"
     results = PartialResults(
         torch.empty(rows, heads, value_dim, dtype=torch.float32, device=q.device),
         torch.empty(rows, heads, dtype=torch.float32, device=q.device),
     )
 
-    is_wide = q.dtype == torch.float32 or max(dim, value_dim) > 128
     _attend_blocks[(len(prefixes.rows), kv_heads)](
         q,
         keys,
@@ -129,12 +153,12 @@ def attend_prefixes(
         VALUE_DIM=value_dim,
         PAGE_SIZE=page_size,
         BLOCK_M=queries,
-        BLOCK_N=32 if is_wide else 64,
+        BLOCK_N=_BLOCK_KEYS,
         BLOCK_DIM=padded(dim),
         BLOCK_VALUE=padded(value_dim),
         OVERLAPS=overlaps(q.device),
-        num_warps=8 if is_wide or queries > 64 else 4,
-        num_stages=2 if is_wide else 3,
+        num_warps=8 if queries > 64 else 4,
+        num_stages=_STAGES,
     )
     return results
 
