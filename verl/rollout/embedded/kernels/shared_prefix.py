@@ -3,7 +3,8 @@
 A program takes a block of rows with all query heads of one key head, so the tensor cores multiply 64
 queries at a time where a row alone has a few. It leaves a partial result for each query, and
 attention over the rest of the row takes that up at its end. On Hopper the rest runs at the same
-time: one after the other, both took longer than attention without blocks for a prompt of 256 tokens.
+time. One after the other, both gained less, or lost: for 576 rows with a prompt of 256 tokens and
+251 of their own (1.5B), a layer took 59 us, and 57 without blocks.
 """
 
 from functools import cache
