@@ -62,11 +62,12 @@ def test_only_news_reach_the_device(scheduler: Scheduler, slots: DeviceSlots):
     assert set(slots.rows.tolist()) == {9}
     assert set(slots.state.table.flatten().tolist()) == {9}
 
-    scheduler.prepare_decode(steps=4)  # page 2 of every sample
+    scheduler.prepare_decode(steps=4)  # a copy of each prompt's last page, and the next one
     slots.show(scheduler, rows)
     assert set(slots.rows.tolist()) == {9}
-    width = scheduler.table.shape[1]
-    assert slots.state.table[:SAMPLES, :width].tolist() == scheduler.table.tolist()
+    assert slots.state.table[:SAMPLES, 1:3].tolist() == scheduler.table[:, 1:3].tolist()
+    slots.state.table[:SAMPLES, 1:3] = 9
+    assert set(slots.state.table.flatten().tolist()) == {9}
 
 
 def make_scheduler(prompts: list[int], samples: int) -> Scheduler:
@@ -89,7 +90,7 @@ def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
     slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
     scheduler = make_scheduler([9, 3, 8], samples=5)
     rows = neighbors(scheduler, scheduler.running, page_size=4)
-    slots.show(scheduler, rows)
+    slots.show(scheduler, rows, blocks=True)
     assert slots.saved_tokens == 2 * 4 * 8 / 15
     assert slots.prefixes.counts.tolist() == [5, 5, 0, 0, 0]
     assert slots.prefixes.tokens.tolist() == [8, 8, 0, 0, 0]
@@ -101,7 +102,7 @@ def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
         assert (tables == tables[0]).all()
 
     fewer = rows[3:]  # too few of the first prompt are left
-    slots.show(scheduler, fewer)
+    slots.show(scheduler, fewer, blocks=True)
     assert slots.saved_tokens == 4 * 8 / 12
     assert slots.prefixes.counts.tolist() == [5, 0, 0, 0, 0]
     assert slots.prefixes.covered[:12].tolist() == [0] * 2 + [8] * 5 + [0] * 5
@@ -110,7 +111,7 @@ def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
 def test_rows_and_blocks_are_shown_again_after_a_capture():
     slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
     scheduler = make_scheduler([9], samples=5)
-    slots.show(scheduler, scheduler.running)
+    slots.show(scheduler, scheduler.running, blocks=True)
     with slots.only_padding():
         assert set(slots.rows.tolist()) == {20}
         assert not any(tensor.any() for tensor in slots.prefixes)
@@ -124,7 +125,7 @@ def test_the_rollout_after_an_interrupted_capture_shows_its_blocks():
     for _ in range(2):
         slots.forget()
         scheduler = make_scheduler([9], samples=5)
-        slots.show(scheduler, scheduler.running)
+        slots.show(scheduler, scheduler.running, blocks=True)
         assert slots.rows[:5].tolist() == scheduler.running.tolist()
         assert slots.prefixes.counts.tolist() == [5, 0, 0, 0, 0]
         with pytest.raises(KeyboardInterrupt), slots.only_padding():
@@ -134,10 +135,10 @@ def test_the_rollout_after_an_interrupted_capture_shows_its_blocks():
 def test_blocks_follow_pages_that_have_become_those_of_a_longer_prompt():
     slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
     one = make_scheduler([8], samples=4)
-    slots.show(one, one.running)
+    slots.show(one, one.running, blocks=True)
     other = make_scheduler([12], samples=4)
     pages = one.table[other.running, 1]
     other.table[other.running, 2] = pages  # the page of the same number ends it
-    slots.show(other, other.running)
+    slots.show(other, other.running, blocks=True)
     assert slots.prefixes.tokens.tolist()[0] == 12
     assert slots.prefixes.covered[:4].tolist() == [12] * 4

@@ -1,5 +1,7 @@
 """The page table, under random use."""
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +77,14 @@ def test_the_page_released_first_is_evicted_first():
     pages.free(pages.share(pages.find([1])))
     pages.allocate(1)
     assert [len(pages.find([token])) for token in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_the_garbage_collector_follows_nothing_that_pages_remember():
+    pages = PageAllocator(4, page_size=2)
+    pages.register([1, 2, 3, 4, 5], pages.allocate(3))
+    for books in (pages._registered, pages._names, pages._keys):
+        assert len(books) == 2
+        assert not any(gc.is_tracked(part) for pair in books.items() for part in pair)
 
 
 def test_a_shared_page_is_free_after_its_last_holder():

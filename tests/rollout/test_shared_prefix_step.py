@@ -65,7 +65,7 @@ def take_step(
                 cache[target] = cache[source]
 
     rows = neighbors(scheduler, scheduler.running, PAGE_SIZE)
-    slots.show(scheduler, rows)
+    slots.show(scheduler, rows, blocks=True)
     slots.place(scheduler, Fed(rows, ids[rows].numpy(), scheduler.cached[rows], rows))
     fed, positions, pages, offsets = slots.feed(len(rows))
     step = DeviceStep(

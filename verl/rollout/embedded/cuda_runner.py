@@ -25,6 +25,7 @@ from verl.models.experts import FUSED_EXPERT_FAMILIES
 from verl.models.families import LLAMA_FAMILIES, LLAMA_VISION_FAMILIES
 from verl.models.vision import reads_pictures
 from verl.rollout.eight_bits import FP8
+from verl.rollout.embedded.arrivals import DrawnRows, arriving
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, TritonDecoder
 from verl.rollout.embedded.device_slots import DeviceSlots
@@ -161,13 +162,14 @@ class CudaRunner(ModelRunner):
 
         self._settings = torch.zeros(4, device=self.device)
         self._filtered = self._greedy = False
+        self._drawn = DrawnRows(most_rows, self.device)
         self._draw = DrawState(
             slots=self.slots.rows,
             keys=self.slots.state.keys,
             drawn=self.slots.state.drawn,
             settings=self._settings,
-            tokens=torch.zeros(most_rows, dtype=torch.int64, device=self.device),
-            log_probs=torch.zeros(most_rows, device=self.device),
+            tokens=self._drawn.tokens,
+            log_probs=self._drawn.log_probs,
         )
         self._routes = torch.zeros(
             most_rows, self.num_routes, dtype=self.route_dtype, device=self.device
@@ -246,11 +248,10 @@ class CudaRunner(ModelRunner):
         tables = []
         if isinstance(self._body, TritonDecoder):
             tables = [table for pair in self._body.tables.values() for table in pair]
-        rows = [self._routes, self._draw.tokens, self._draw.log_probs]
         return {
             "graphs": pool_bytes,
             "scratch of the draw": self._workspace.num_bytes,
-            "tables of slots": self.slots.num_bytes + sum(tensor.nbytes for tensor in rows),
+            "tables of slots": (self.slots.num_bytes + self._drawn.num_bytes + self._routes.nbytes),
             "rotary tables": sum(tensor.nbytes for tensor in tables),
         }
 
@@ -327,24 +328,27 @@ class CudaRunner(ModelRunner):
 
     def _take_step(self, scheduler: Scheduler, slots: IntArray, spare_of: IntArray = _NONE) -> None:
         """Feed `slots`, and for each of `spare_of` a spare slot, which has the pages of that one."""
-        self.slots.show(scheduler, slots, spare_of)
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots) + len(spare_of))]
         several = spare_of.size > 0
-        kind = StepKind(rows, several, shares=not several and self._shares(rows))
+        may_share = not several and self._may_share(rows)
+        self.slots.show(scheduler, slots, spare_of, blocks=may_share)
+        kind = StepKind(rows, several, shares=may_share and self._saves_enough(rows))
         if self.enforce_eager:
             self._step(kind)
         else:
             self._graph(kind).replay()
 
-    def _shares(self, rows: int) -> bool:
-        """Return whether pages that rows share are read once for several of them.
+    def _may_share(self, rows: int) -> bool:
+        """Return whether pages that rows share can be read once for several of them.
 
         The output of a row then depends on the others, to the last bits.
         """
         if self.deterministic or self._is_small(rows):
             return False
-        if not can_share(1, self._widest(), self.twin.dtype, self.device):
-            return False
+        return can_share(1, self._widest(), self.twin.dtype, self.device)
+
+    def _saves_enough(self, rows: int) -> bool:
+        """Return whether it pays to read pages that `rows` rows share once."""
         saved = self.slots.saved_tokens * rows * self._fewest_heads()
         return saved >= SAVED_TOKENS * self._num_sms
 
@@ -476,20 +480,13 @@ class CudaRunner(ModelRunner):
     def _fetch(self, scheduler: Scheduler, slots: IntArray, *, has_routes: bool = False) -> Draws:
         """Start the copy of the drawn tokens, and of the experts of those fed, to the host."""
         count = len(slots)
-        tokens = _arriving(self._draw.tokens[:count])
-        log_probs = _arriving(self._draw.log_probs[:count])
-        routes = _arriving(self._routes[:count]).numpy() if has_routes else None
+        answer = self._drawn.fetch(count)
+        routes = arriving(self._routes[:count]).numpy() if has_routes else None
         arrived = torch.cuda.Event()
         arrived.record()
 
         def result() -> Answer:
             arrived.synchronize()
-            return tokens.numpy(), log_probs.numpy()
+            return answer()
 
         return Draws(slots, scheduler.epoch[slots], result, routes, arrived.query)
-
-
-def _arriving(tensor: Tensor) -> Tensor:
-    """Start the copy of a tensor to the host, which may wait for an event that is recorded next."""
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return there.copy_(tensor, non_blocking=True)

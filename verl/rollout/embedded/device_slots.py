@@ -106,10 +106,21 @@ class DeviceSlots:
         self.rows.copy_(shown)
         self._blocks.copy_(blocks)
 
-    def show(self, scheduler: Scheduler, slots: IntArray, owners: IntArray = _NONE) -> None:
-        """Name the slots of the next step, and copy the page tables that it needs.
+    def show(
+        self,
+        scheduler: Scheduler,
+        slots: IntArray,
+        owners: IntArray = _NONE,
+        *,
+        blocks: bool = False,
+    ) -> None:
+        """Name the slots of the next step, and copy the entries of page tables that it needs.
 
-        Its rows are `slots`, then a spare slot for each of `owners`, whose pages it reads.
+        Args:
+            scheduler: of the samples in these slots.
+            slots: (b,) of the first rows.
+            owners: samples whose pages the further rows read, each a spare slot.
+            blocks: whether the step reads `prefixes` and `saved_tokens`.
         """
         spare = self.spare(len(owners))
         named = np.concatenate([slots, spare])
@@ -119,14 +130,17 @@ class DeviceSlots:
             parts["named"] = np.full(self.most_rows, self.most_rows, np.int64)
             parts["named"][: len(named)] = named
 
-        width = scheduler.table.shape[1]
-        changed = scheduler.take_changed()
-        if changed.size or spare.size:
-            parts["slots"] = np.concatenate([changed, spare])
-            parts["tables"] = scheduler.table[np.concatenate([changed, owners])]
-        blocks = None if owners.size else self._new_blocks(scheduler, slots)
-        if blocks is not None:
-            parts["blocks"] = blocks
+        table = self.state.table
+        changed, places = scheduler.take_changed()
+        if changed.size:
+            parts["entries"] = changed * table.shape[1] + places
+            parts["pages"] = scheduler.table[changed, places]
+        if spare.size:
+            parts["spare"] = spare
+            parts["owners"] = owners
+        new_blocks = self._new_blocks(scheduler, slots) if blocks else None
+        if new_blocks is not None:
+            parts["blocks"] = new_blocks
         if not parts:
             return
 
@@ -137,9 +151,10 @@ class DeviceSlots:
         news = dict(zip(parts, pieces, strict=True))
         if "named" in news:
             self.rows.copy_(news["named"])
-        if "slots" in news:
-            tables = news["tables"].view(-1, width)
-            self.state.table[:, :width].index_copy_(0, news["slots"].long(), tables)
+        if "entries" in news:
+            table.view(-1).index_copy_(0, news["entries"].long(), news["pages"])
+        if "spare" in news:
+            table.index_copy_(0, news["spare"].long(), table.index_select(0, news["owners"]))
         if "blocks" in news:
             self._blocks.copy_(news["blocks"])
 
@@ -154,10 +169,12 @@ class DeviceSlots:
 
         blocks = prefix_blocks(ends, tokens, fewest=FEWEST_ROWS, most=BLOCK_ROWS)
         self.saved_tokens = blocks.saved
-        padded = []
+        flat = np.zeros(len(self._blocks), np.int64)
+        begin = 0
         for numbers, tensor in zip(blocks, self.prefixes):
-            padded.append(np.pad(numbers, (0, len(tensor) - len(numbers))))
-        return np.concatenate(padded)
+            flat[begin : begin + len(numbers)] = numbers
+            begin += len(tensor)
+        return flat
 
     def place(self, scheduler: Scheduler, fed: Fed, slots: IntArray | None = None) -> None:
         """Set the next tokens (n,) of `slots` (n,); None: of the slots of their samples."""

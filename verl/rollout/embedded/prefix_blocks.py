@@ -6,6 +6,7 @@ import numpy as np
 
 from verl.rollout.embedded.running import RunningSamples
 from verl.rollout.embedded.samples import IntArray
+from verl.utils.ranges import joined_ranges
 
 
 class PrefixBlocks(NamedTuple):
@@ -66,6 +67,6 @@ def prefix_blocks(ends: IntArray, tokens: IntArray, *, fewest: int, most: int) -
     counts = end - begin
 
     covered = np.zeros_like(tokens)
-    index = np.repeat(rows - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    index = joined_ranges(rows, counts)
     covered[index] = tokens[index]
     return PrefixBlocks(rows, counts, tokens[rows], covered)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from verl.rollout.embedded.samples import Group, IntArray, Sample
 from verl.rollout.types import RouteArray
+from verl.utils.ranges import joined_ranges
 
 
 class RunningSamples:
@@ -28,6 +29,10 @@ class RunningSamples:
     def __init__(self, *, slots: int, longest: int, pages: int) -> None:
         self.running: IntArray = np.empty(0, np.int64)
         self.table = np.zeros((slots, pages), np.int64)
+        # pages of each sample, in the first entries of its row of `table`
+        self.num_pages = np.zeros(slots, np.int64)
+        # of these, the first ones that the last `take_changed` knew
+        self._known_pages = np.zeros(slots, np.int64)
         self.prompt_tokens = np.zeros(slots, np.int64)
         # tokens with keys in the pages, now or after the launched steps
         self.cached = np.zeros(slots, np.int64)
@@ -43,8 +48,6 @@ class RunningSamples:
         # (slots, longest, C) experts, if draws have them; see `Completion.routed_experts`
         self.routes: RouteArray | None = None
 
-        # slots with a row of `table` that changed since the last `take_changed`
-        self._changed: set[int] = set()
         self._samples: list[Sample | None] = [None] * slots
 
     @property
@@ -63,11 +66,20 @@ class RunningSamples:
     def sample_id_of(self, slot: int) -> int:
         return self._sample_in(slot).sample_id
 
-    def take_changed(self) -> IntArray:
-        """Return the slots with a row of `table` that has changed since the last call."""
-        changed = np.fromiter(self._changed, np.int64, len(self._changed))
-        self._changed.clear()
-        return changed
+    def pages_of(self, slot: int) -> list[int]:
+        """Return the pages of the sample in `slot`, in order; none if the slot is free."""
+        return self.table[slot, : self.num_pages[slot]].tolist()
+
+    def take_changed(self) -> tuple[IntArray, IntArray]:
+        """Return the entries of `table` with pages that are new since the last call.
+
+        Gives their slots and their places in the rows of these slots, both (n,).
+        """
+        slots = np.flatnonzero(self._known_pages < self.num_pages)
+        known = self._known_pages[slots]
+        counts = self.num_pages[slots] - known
+        self._known_pages[slots] += counts
+        return slots.repeat(counts), joined_ranges(known, counts)
 
     def launch(self, slots: IntArray, *, fed: int) -> None:
         """Record the launch of the first draw of each slot (fed = 0), or of `fed` further draws.

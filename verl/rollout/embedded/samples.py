@@ -1,5 +1,6 @@
 """The samples of requests, as the scheduler knows them."""
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -29,12 +30,15 @@ class Group:
     prompt: tuple[int, ...]
     unstarted: int  # samples that have not been admitted yet
     pictures: Pictures = ()
-    # The ids by which pages are found: a picture's content names its tokens. Empty: `prompt`.
-    names: tuple[int, ...] = ()
     text_begins: int = 0  # the place behind the last picture token
     shift: int = 0  # of the positions from there on against the places
     pages: list[int] | None = None  # of the prompt, once computed
     hidden: torch.Tensor | None = None  # (H,), predicts the first response token
+
+    @functools.cached_property
+    def names(self) -> IntArray:
+        """Return the ids by which pages are found, (P,): a picture's content names its tokens."""
+        return np.array(self.prompt, np.int64)
 
     @classmethod
     def of(cls, request: Request) -> "Group":
@@ -45,15 +49,14 @@ class Group:
             return group
 
         places = picture_tokens(torch.tensor(prompt), request.pictures, "a request")
-        names = list(prompt)
+        names = group.names
         begin = 0
         for picture in request.pictures:
-            own = places[begin : begin + picture.num_tokens].tolist()
+            own = places[begin : begin + picture.num_tokens].numpy()
             begin += picture.num_tokens
             digest = hashlib.blake2b(picture.key.encode(), digest_size=8).digest()
-            for place in own:
-                names[place] = -1 - int.from_bytes(digest, "big")  # no token has a negative id
-        group.names = tuple(names)
+            # No token has a negative id.
+            names[own] = -1 - (int.from_bytes(digest, "big") >> 1)
         group.text_begins = int(places[-1]) + 1
         if request.pictures[0].grid is not None:
             _, group.shift = three_part_positions(len(prompt), places, request.pictures)
@@ -75,7 +78,7 @@ class Sample:
     has_old_keys: bool = False  # in its pages, which no other sample may find
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Prefill:
     """A sequence to compute: the prompt of `group`, or also the tokens of a pre-empted sample.
 
@@ -83,7 +86,7 @@ class Prefill:
     """
 
     token_ids: list[int]
-    names: list[int]  # see `Group.names`
+    names: IntArray  # see `Group.names`
     pages: list[int]
     cached: int
     group: Group

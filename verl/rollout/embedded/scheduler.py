@@ -12,10 +12,11 @@ import numpy as np
 
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.running import RunningSamples
-from verl.rollout.embedded.samples import Admission, Prefill, Sample, completion_of
+from verl.rollout.embedded.samples import Admission, IntArray, Prefill, Sample, completion_of
 from verl.rollout.embedded.waiting_pages import WaitingPages
 from verl.rollout.types import Completion
 from verl.utils.arithmetic import ceil_div
+from verl.utils.ranges import joined_ranges
 
 # Steps that a CPU takes at once; samples that end are computed on with until the last. With 1, 2, 4,
 # 8 and 16 of them 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
@@ -64,7 +65,6 @@ class Scheduler(RunningSamples):
         sequence = max(1, _longest_sequence(self.waiting), least_tokens)
         super().__init__(slots=slots, longest=longest, pages=ceil_div(sequence, self.page_size))
 
-        self._held: list[list[int]] = [[] for _ in range(slots)]  # pages of running samples
         self._free_slots = list(range(slots))
         self._waiting_pages = WaitingPages(
             pages,
@@ -106,7 +106,7 @@ class Scheduler(RunningSamples):
         if keep:
             for slot in slots:
                 full = int(self.cached[slot]) // self.page_size
-                pages = self.pages.share(self._held[slot][:full])
+                pages = self.pages.share(self.pages_of(slot)[:full])
                 self._waiting_pages.keep(int(self.keys[slot]), pages)
         completions = self.finish(slots, set(), reason="abort")
 
@@ -153,6 +153,7 @@ class Scheduler(RunningSamples):
                 break
             self._start(self.waiting.popleft(), admission)
 
+        self.running = np.append(self.running, np.array(admission.slots, np.int64))
         if self.prefix_caching:
             for prefill in admission.prefills:
                 if not prefill.has_old_keys:
@@ -165,7 +166,7 @@ class Scheduler(RunningSamples):
         group = sample.group
         is_prompt = not sample.token_ids
         token_ids = [*group.prompt, *sample.token_ids]
-        names = [*(group.names or group.prompt), *sample.token_ids]
+        names = np.concatenate([group.names, np.array(sample.token_ids, np.int64)])
         needed = ceil_div(len(token_ids), self.page_size)
         kept = [] if is_prompt else self._waiting_pages.take_kept(sample)
         found = kept or self._waiting_pages.find(names, group)
@@ -206,7 +207,8 @@ class Scheduler(RunningSamples):
         Every sample needs a page of its own soon: the copy of its prompt's last page, or the next
         one.
         """
-        return len(admission.slots) + self.running.size // self.page_size
+        started = len(admission.slots)
+        return started + (self.running.size + started) // self.page_size
 
     def _waits_a_step(self, admission: Admission, rows: int | None, step_rows: int) -> bool:
         """Return whether the next sample, of `rows`, waits so that the others fit `step_rows`.
@@ -234,7 +236,7 @@ class Scheduler(RunningSamples):
 
     def steps_with_pages(self, steps: int) -> int:
         """Return `steps` if there are pages for so many tokens of each unfinished slot, else 1."""
-        if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))):
+        if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps)[0])):
             return steps
         return 1
 
@@ -251,12 +253,17 @@ class Scheduler(RunningSamples):
             would have to be pre-empted and `may_preempt` is False, because tokens that it has drawn
             are still on the device.
         """
+        slots, places = self._lacking_pages(steps)
+        if self.pages.can_allocate(len(slots)):
+            missing = places >= self.num_pages[slots]
+            self._append_pages(slots[missing], places[missing])
+            slots, places = slots[~missing], places[~missing]
+
         copies: list[tuple[int, int]] = []
-        for slot, index in self._lacking_pages(steps):
+        for slot, place in zip(slots.tolist(), places.tolist()):
             while self._samples[slot] is not None:
-                held = self._held[slot]
-                shared = index < len(held) and self.pages.is_shared(held[index])
-                if index < len(held) and not shared:
+                old = int(self.table[slot, place]) if place < self.num_pages[slot] else None
+                if old is not None and not self.pages.is_shared(old):
                     break  # the other samples no longer share it
                 if not self.pages.can_allocate(1):
                     if not self._waiting_pages.drop_some():
@@ -264,18 +271,20 @@ class Scheduler(RunningSamples):
                             return copies, False
                         self._preempt(int(self.running[-1]))
                     continue
-                page = self.pages.allocate(1)[0]
-                if shared:
-                    copies.append((held[index], page))
-                    self.pages.free([held[index]])
-                    held[index] = page
-                else:
-                    held.append(page)
-                self.table[slot, index] = page
-                self._changed.add(slot)
+                self._append_pages(np.array([slot]), np.array([place]))
+                if old is not None:
+                    copies.append((old, int(self.table[slot, place])))
+                    self.pages.free([old])
                 break
 
         return copies, True
+
+    def _append_pages(self, slots: IntArray, places: IntArray) -> None:
+        """Allocate pages for these entries of `table`, both (n,): next ones, or a replaced one."""
+        self.table[slots, places] = self.pages.allocate(len(slots))
+        # Of several entries of a slot, the last counts.
+        self.num_pages[slots] = np.maximum(self.num_pages[slots], places + 1)
+        self._known_pages[slots] = np.minimum(self._known_pages[slots], places)
 
     def release_started_prompts(self) -> None:
         """Release the pages of prompts that have started all samples.
@@ -295,9 +304,9 @@ class Scheduler(RunningSamples):
         for slot in slots:
             sample = self._save(slot)
             if self.prefix_caching and not sample.has_old_keys:
-                group = sample.group
-                known = [*(group.names or group.prompt), *sample.token_ids][: self.cached[slot]]
-                self.pages.register(known, self._held[slot])
+                drawn = self.token_ids[slot, : self.drawn[slot]]
+                names = np.concatenate([sample.group.names, drawn])[: self.cached[slot]]
+                self.pages.register(names, self.pages_of(slot))
             own_reason = "stop" if slot in stopped else reason
             completions.append(completion_of(sample, own_reason))
             self._release(slot)
@@ -306,12 +315,14 @@ class Scheduler(RunningSamples):
 
     def check_integrity(self) -> None:
         """Assert that pages are held by running samples and for waiting ones, and by none else."""
-        self.pages.check_integrity([*self._held, *self._waiting_pages.holders()])
+        held = map(self.pages_of, range(self.num_slots))
+        self.pages.check_integrity([*held, *self._waiting_pages.holders()])
 
-    def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
-        """List the pages that unfinished slots need for `steps` tokens, or the last, but do not own.
+    def _lacking_pages(self, steps: int) -> tuple[IntArray, IntArray]:
+        """Find the pages that unfinished slots need for `steps` tokens, or the last, but do not own.
 
-        Each is (slot, number of the page in its sequence). The page is missing or shared.
+        Returns their slots and their places in the rows of `table`, both (n,). The page is missing
+        or shared.
         """
         rows = self.unfinished
         size = self.page_size
@@ -322,13 +333,8 @@ class Scheduler(RunningSamples):
         left = self.limits[rows] - self.launched[rows]
         end = -(-(cached + np.minimum(steps, left)) // size)
 
-        lacking = np.flatnonzero(begin < end)
-        bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
-        places = []
-        for slot, first, stop in bounds:
-            for index in range(first, stop):
-                places.append((slot, index))
-        return places
+        counts = np.maximum(end - begin, 0)
+        return rows.repeat(counts), joined_ranges(begin, counts)
 
     def _start(self, sample: Sample, admission: Admission) -> None:
         slot = heapq.heappop(self._free_slots)
@@ -342,14 +348,12 @@ class Scheduler(RunningSamples):
             held = self.pages.share(group.pages)
             group.unstarted -= 1
 
-        self._held[slot] = held
         self.cached[slot] = len(group.prompt) + len(sample.token_ids)
         self.table[slot] = 0
         self.table[slot, : len(held)] = held
-        self._changed.add(slot)
+        self.num_pages[slot] = len(held)
 
         self._load(slot, sample)
-        self.running = np.append(self.running, slot)
         admission.slots.append(slot)
 
     def _preempt(self, slot: int) -> None:
@@ -371,8 +375,8 @@ class Scheduler(RunningSamples):
         self.preemptions += 1
 
     def _release(self, slot: int) -> None:
-        self.pages.free(self._held[slot])
-        self._held[slot] = []
+        self.pages.free(self.pages_of(slot))
+        self.num_pages[slot] = self._known_pages[slot] = 0
         self._samples[slot] = None
         self.epoch[slot] += 1
         heapq.heappush(self._free_slots, slot)

@@ -5,7 +5,7 @@ import torch
 
 from verl.rollout.embedded.run import Run
 from verl.rollout.embedded.runner import Draws, ModelRunner
-from verl.rollout.embedded.samples import Admission, IntArray
+from verl.rollout.embedded.samples import Admission, Group, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.local import not_finite
 from verl.rollout.types import Completion
@@ -127,12 +127,17 @@ class Steps:
                     prefill.group.hidden = state
 
         rows = []
+        distinct: list[torch.Tensor] = []
+        places: dict[Prefill | Group, int] = {}  # samples of a prompt draw from the same state
         for slot in admission.slots:
-            if slot in admission.resumed:
-                rows.append(admission.resumed[slot].hidden)
-            else:
-                rows.append(scheduler.group_of(slot).hidden)
-        return torch.stack(rows)
+            source = admission.resumed.get(slot) or scheduler.group_of(slot)
+            if source not in places:
+                assert source.hidden is not None, "computed above, or for an earlier admission"
+                places[source] = len(distinct)
+                distinct.append(source.hidden)
+            rows.append(places[source])
+        index = self._runner.to_device(np.array(rows, np.int64))
+        return torch.stack(distinct).index_select(0, index)
 
     def collect(self, run: Run) -> list[Completion]:
         """Record the oldest launched tokens, and end the samples that are done."""

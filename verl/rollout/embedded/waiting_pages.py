@@ -1,7 +1,7 @@
 """Pages for samples that wait: held until they start or go on, or found by their tokens."""
 
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.samples import Group, Sample
+from verl.rollout.embedded.samples import Group, IntArray, Sample
 
 
 class WaitingPages:
@@ -52,7 +52,7 @@ class WaitingPages:
         self._pages.free(kept)
         return []
 
-    def find(self, names: list[int], group: Group) -> list[int]:
+    def find(self, names: IntArray, group: Group) -> list[int]:
         """Return cached pages of the first tokens, if they cover at least a fifth of all tokens.
 
         They must cover the last picture, because the rest is computed from tokens alone.

@@ -65,6 +65,7 @@ def most_blocks(rows: int) -> int:
     return max(1, rows // FEWEST_ROWS)
 
 
+@cache
 def can_share(group: int, widest: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether blocks have registers and shared memory for `group` query heads a key head.
 
