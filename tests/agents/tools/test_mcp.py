@@ -9,18 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agents.tools.user_tools import one
+from tests.agents.tools.mcp_configs import STDIO, calls_of, write_config, write_servers
 from verl.agents.tools import ToolSet, mcp_clients
 from verl.agents.tools.mcp import MCPBaseTool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, read_servers
 from verl.utils.errors import ConfigError, MissingDependencyError
 
 HERE = Path(__file__).parent
-STDIO = {
-    "command": sys.executable,
-    "args": [str(HERE / "stdio_mcp_server.py")],
-    "env": {"KEY": "value"},
-}
 
 # It never answers, and ends with its standard input.
 SILENT = {"command": sys.executable, "args": ["-c", "import sys; list(sys.stdin)"]}
@@ -33,44 +28,12 @@ class Shouting(MCPBaseTool):
         return content[0].text.upper() + "!", {"parts": len(content)}
 
 
-def write_servers(folder, **servers):
-    path = folder / "servers.json"
-    path.write_text(json.dumps({"mcpServers": servers}))
-    return path
-
-
-def write_config(
-    folder, server, class_name="verl.agents.tools.mcp.MCPSearchTool", *, timeout=20, **mcp
-):
-    servers = write_servers(folder, small=server)
-    entry = {
-        "class_name": class_name,
-        "config": {"type": "mcp", "rate_limit": 1000, "timeout": timeout, "isolation": "thread"},
-        "mcp": {"mcp_servers_config_path": str(servers), **mcp},
-    }
-    path = folder / "tools.yaml"
-    path.write_text(json.dumps({"tools": [entry]}))
-    return path
-
-
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
     path = write_config(tmp_path_factory.mktemp("mcp"), STDIO)
     made = ToolSet.from_config(path, timeout_s=30)
     yield made
     made.close()
-
-
-def calls_of(tools, *calls):
-    async def run():
-        session = await tools.open("test")
-        results = []
-        for turn, (name, arguments) in enumerate(calls):
-            results.append(await one(session, name, turn=turn, **arguments))
-        await session.finish()
-        return results
-
-    return asyncio.run(run())
 
 
 def test_the_tools_of_a_server_have_its_schemas(tools):
@@ -225,32 +188,6 @@ def test_an_older_package_is_named(tmp_path, monkeypatch):
     monkeypatch.delattr("mcp.Client")
     with pytest.raises(MissingDependencyError, match="'mcp' in version 2 or later, found"):
         ToolSet.from_config(write_config(tmp_path, STDIO))
-
-
-def test_a_server_that_died_is_started_again(tools):
-    died, after = calls_of(tools, ("leave", {}), ("add", {"a": 1, "b": 2}))
-    assert died.outcome == "error"
-    assert after.text == "3"
-
-
-def test_a_server_that_cannot_be_started_again_is_named_once(tmp_path, caplog):
-    (tmp_path / "once.py").write_text(
-        "import pathlib, runpy, sys\n"
-        "pathlib.Path(sys.argv.pop()).touch(exist_ok=False)\n"
-        f"runpy.run_path({STDIO['args'][0]!r}, run_name='__main__')\n"
-    )
-    server = {"command": sys.executable, "args": [str(tmp_path / "once.py"), str(tmp_path / "ran")]}
-    tools = ToolSet.from_config(write_config(tmp_path, server), timeout_s=30)
-    add = ("add", {"a": 1, "b": 2})
-    results = calls_of(tools, ("leave", {}), add, add)
-    tools.close()
-
-    lost = "Error: McpToolError: the MCP server 'small' was lost, and cannot be reached again"
-    assert [(result.outcome, result.text) for result in results] == [("error", lost)] * 3
-    named = [each for each in caplog.messages if "Calls of its tools fail until then" in each]
-    assert len(named) == 1
-    assert "servers.json, small: the MCP server cannot be reached: MCPError" in named[0]
-    assert "ExceptionGroup" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import importlib.metadata
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from verl.agents.tools.base import ToolArgumentError, ToolTimeoutError
 from verl.agents.tools.mcp_servers import read_servers, transport_of
 from verl.agents.tools.rate_limit import RateLimit
+from verl.utils.deadline import time_left
 from verl.utils.errors import ConfigError, DataError, MissingDependencyError, describe_error
 from verl.utils.imports import require
 from verl.utils.logging import say_once
@@ -25,6 +27,8 @@ from verl.utils.registry import nearest_names
 from verl.utils.threads import LoopThread
 
 START_TIMEOUT_S = 60.0
+# A call stops waiting for a server so long before its own deadline, to say why it failed.
+_TO_ANSWER_S = 0.5
 INSTALL = "pip install 'verl[mcp]'"
 _Schemas = dict[str, dict[str, Any]]  # by tool
 
@@ -69,11 +73,13 @@ class MCPClientManager:
     ) -> Any:
         """Make a call and return the server's result, with `content` and `is_error`.
 
+        A lost server is started again. The start goes on when this call ends, for later calls.
+
         Args:
-            timeout: seconds.
+            timeout: seconds, for a start of the server and for its answer each.
 
         Raises:
-            ToolTimeoutError: no answer in time.
+            ToolTimeoutError: no answer in time, or a lost server is not ready in time.
             ToolArgumentError: the server says that the arguments are invalid.
             McpToolError: another error of the server, or no connection.
             DataError: no server has the tool.
@@ -186,12 +192,19 @@ class _Server:
         self._closing: asyncio.Event | None = None
         self._serving: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
+        self._restart: asyncio.Task[Any] | None = None
 
-    async def connect(self) -> None:
-        """Open the connection unless it is, and read which tools the server has."""
+    async def connect(self) -> Any:
+        """Open the connection unless it is, read which tools the server has, return the client.
+
+        A start ends where this is cancelled.
+
+        Raises:
+            ConfigError: the server cannot be reached, or gives no list of its tools in time.
+        """
         async with self._connecting:
             if self._client is not None:
-                return
+                return self._client
 
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._closing = asyncio.Event()
@@ -206,10 +219,14 @@ class _Server:
             finally:
                 if self._client is None:  # also where the caller was cancelled
                     self._serving.cancel()  # it may wait for the server
+            return self._client
 
     async def disconnect(self) -> None:
-        """Close the connection."""
+        """Close the connection, and end a start that is under way."""
         self._client = None
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart = None  # the next use may have another loop
         if self._closing is not None and self._serving is not None:
             self._closing.set()
             await asyncio.wait({self._serving}, timeout=5)
@@ -217,16 +234,10 @@ class _Server:
     async def call(self, tool: str, parameters: dict[str, Any], timeout: float | None) -> Any:
         """Make a call; one that finds the connection lost is made once more."""
         for is_last in (False, True):
-            try:
-                await self.connect()
-            except ConfigError as error:
-                say_once(f"{error} Calls of its tools fail until then.", logging.WARNING)
-                name = self.place.rpartition(", ")[2]
-                raise McpToolError(
-                    f"the MCP server '{name}' was lost, and cannot be reached again"
-                ) from None  # each call would log the same long chain
-
             client = self._client
+            if client is None:
+                client = await self._start_again(timeout)
+
             try:
                 return await client.call_tool(tool, parameters, read_timeout_seconds=timeout)
             except Exception as error:
@@ -235,6 +246,36 @@ class _Server:
                 if self._client is client:
                     await self.disconnect()
         raise AssertionError("the loop above returns or raises")
+
+    async def _start_again(self, timeout: float | None) -> Any:
+        """Wait for a lost server, which is started unless it starts already. Returns its client.
+
+        The start is a task of its own, and not of the call that needs it first. A server that
+        starts more slowly than a call may take would otherwise never be ready.
+
+        Raises:
+            ToolTimeoutError: it is not ready in time.
+            McpToolError: it cannot be reached.
+        """
+        if self._restart is None or self._restart.done():
+            self._restart = asyncio.ensure_future(self.connect())
+            self._restart.add_done_callback(_report_failure)
+        restart = self._restart
+        name = self.place.rpartition(", ")[2]
+
+        await asyncio.wait({restart}, timeout=_longest_wait_s(timeout))
+        if not restart.done():
+            say_once(
+                f"{self.place}: the MCP server was lost, and takes longer to start again than a "
+                "call may wait. Calls of its tools end as timeouts until it is ready.",
+                logging.WARNING,
+            )
+            raise ToolTimeoutError(
+                f"the MCP server '{name}' was lost, is starting again, and was not ready in time"
+            )
+        if restart.cancelled() or restart.exception() is not None:
+            raise McpToolError(f"the MCP server '{name}' was lost, and cannot be reached again")
+        return restart.result()
 
     async def _serve(self, ready: "asyncio.Future[Any]", closing: asyncio.Event) -> None:
         try:
@@ -273,6 +314,25 @@ class _Server:
         client = http.create_mcp_http_client(headers=headers)
         stack.push_async_callback(client.aclose)
         return mcp.Client(http.streamable_http_client(config["url"], http_client=client))
+
+
+def _report_failure(restart: "asyncio.Task[Any]") -> None:
+    """Log why a server did not start again; its calls would each log the same long chain."""
+    if not restart.cancelled() and restart.exception() is not None:
+        say_once(f"{restart.exception()} Calls of its tools fail until then.", logging.WARNING)
+
+
+def _longest_wait_s(timeout: float | None) -> float | None:
+    """Return how many seconds a call may wait for a server that starts; None: without an end.
+
+    Args:
+        timeout: seconds of the call. The deadline of the tool's call may come before.
+    """
+    left_s = time_left()
+    limit_s = left_s - min(_TO_ANSWER_S, left_s / 4)
+    if timeout is not None:
+        limit_s = min(limit_s, timeout)
+    return None if math.isinf(limit_s) else max(limit_s, 0.0)
 
 
 def _library(module: str) -> Any:
