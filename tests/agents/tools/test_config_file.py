@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,84 @@ tools:
     )
     with pytest.raises(ConfigError, match=r"entry 1 .*config: unknown key 'topkk'. Near.* topk"):
         initialize_tools_from_config(path)
+
+
+DECLARED = """
+from verl.agents.tools import BaseTool
+from verl.agents.tools.builtin.search import SearchTool
+
+
+class Weather(BaseTool):
+    config_keys = ("unit", "timeout")
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return str(self.config)
+
+
+class Snow(Weather):
+    config_keys = ("depth",)
+
+
+class Rain(Weather):
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.drops = config.get("drops")
+
+
+class Finds(SearchTool):
+    config_keys = ("language",)
+
+
+class Text(Weather):
+    config_keys = ("unit")
+
+
+class Nothing(Weather):
+    config_keys = None
+"""
+
+
+def write_declared(write, name, config):
+    (write("").parent / "declared.py").write_text(DECLARED)
+    schema = {"function": {"name": "forecast", "description": "Forecasts."}}
+    entry = {"class_name": f"declared.py:{name}", "config": config, "tool_schema": schema}
+    return write(json.dumps({"tools": [entry]}))
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("Weather", {"unti": "m"}, "config: unknown key 'unti'. Nearest known: unit"),
+        ("Weather", {"retry": 1}, "config: unknown key 'retry'. Nearest known: retries"),
+        ("Snow", {"dept": 3}, "config: unknown key 'dept'. Nearest known: depth"),
+        ("Finds", {"topkk": 3}, "config: unknown key 'topkk'. Nearest known: topk"),
+        ("Text", {"unit": "m"}, r"Text\.config_keys must be a tuple of names .* got 'unit'"),
+        ("Nothing", {}, r"Nothing\.config_keys must be a tuple of names .* got None"),
+    ],
+)
+def test_a_class_that_declares_its_keys_refuses_others(write, name, config, message, isolation):
+    path = write_declared(write, name, {**config, "isolation": isolation})
+    with pytest.raises(ConfigError, match=rf"entry 1 \(declared\.py:{name}\).*{message}"):
+        ToolSet.from_config(path, num_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Weather", {"type": "native", "timeout": 3, "timeout_s": 5}),
+        ("Snow", {"depth": 3, "unit": "m", "timeout": 3}),
+        ("Finds", {"language": "en", "retrieval_service_url": "http://127.0.0.1:1", "topk": 2}),
+        ("Rain", {"drops": 3}),
+    ],
+)
+def test_declared_keys_and_those_of_base_classes_pass(write, caplog, name, config):
+    path = write_declared(write, name, {**config, "isolation": "thread"})
+    with caplog.at_level("WARNING", logger="verl"):
+        tools = ToolSet.from_config(path)
+    tools.close()
+    assert tools.names == ["forecast"]
+    assert "Nearest known" not in caplog.text
 
 
 TIMED = """

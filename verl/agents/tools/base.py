@@ -30,7 +30,7 @@ A class without `create`, `calc_reward` and `release` of its own keeps nothing b
 none of the three is called.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -70,7 +70,8 @@ class BaseTool:
     All methods are coroutines; a plain method of a subclass runs in a thread.
 
     Attributes:
-        config_keys: keys of `config` that a class of this package reads; others are errors.
+        config_keys: keys of `config` that the class reads, next to those of its base classes. Where
+            a class declares them, other keys are errors at start; else all keys pass.
 
     Args:
         config: settings of the class and of its calls, see the module.
@@ -142,6 +143,25 @@ class BaseTool:
 
     def shut_down(self) -> None:
         """Free resources that all instances share. Called once, at the end of the run."""
+
+
+def declared_keys(tool_class: type[BaseTool]) -> list[str]:
+    """Return `config_keys` of a class and of its base classes.
+
+    Raises:
+        ConfigError: a class declares something else than names.
+    """
+    declared: list[str] = []
+    for each in tool_class.__mro__:
+        keys = vars(each).get("config_keys", ())
+        is_list = isinstance(keys, Collection) and not isinstance(keys, str)
+        if not is_list or not all(isinstance(key, str) for key in keys):
+            raise ConfigError(
+                f"{each.__name__}.config_keys must be a tuple of names such as ('unit',), got "
+                f"{keys!r}."
+            )
+        declared += keys
+    return declared
 
 
 def shut_down(tool: BaseTool) -> None:

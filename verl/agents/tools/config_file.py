@@ -30,6 +30,7 @@ from verl.agents.tools.base import (
     BaseTool,
     as_schema,
     check_names,
+    declared_keys,
     shut_down,
 )
 from verl.agents.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionToolSchema
@@ -162,10 +163,22 @@ def build_entry(entry: ToolEntry) -> list[BaseTool]:
 
 
 def _check_config_keys(entry: ToolEntry, tool_class: type[Any]) -> None:
-    """Raise ConfigError for a key of `config` that a class of this package does not read."""
-    if entry.class_name.startswith(OWN_PACKAGE) and issubclass(tool_class, BaseTool):
-        known = ("type", *CALL_SETTINGS, *tool_class.config_keys)
-        refuse_unknown(f"{entry.place}, config", entry.config, known)
+    """Raise ConfigError for a key of `config` that a class does not read.
+
+    This checks classes of this package, and those with `config_keys` in their own body. Another
+    class may read keys that its base class does not declare.
+    """
+    if not issubclass(tool_class, BaseTool):
+        return
+    is_our_own = entry.class_name.startswith(OWN_PACKAGE)
+    if not is_our_own and "config_keys" not in vars(tool_class):
+        return
+
+    try:
+        declared = declared_keys(tool_class)
+    except ConfigError as error:
+        raise ConfigError(f"{entry.place}: {error}") from error
+    refuse_unknown(f"{entry.place}, config", entry.config, ("type", *CALL_SETTINGS, *declared))
 
 
 def make_tool(

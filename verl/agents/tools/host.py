@@ -22,6 +22,7 @@ from verl.agents.tools.base import (
     ToolTimeoutError,
     create_arguments,
     created_id,
+    declared_keys,
     keeps_instances,
     shut_down,
 )
@@ -137,6 +138,8 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
     """
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
+    declared = declared_keys(type(tool))
+    undeclared = [key for key in config if key not in declared]
     return ToolFacts(
         name=tool.name,
         order=order,
@@ -148,7 +151,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
         timeout_s=config.get("timeout_s"),
         retries=int(config.get("retries") or 0),
         retry_delay_s=float(config.get("retry_delay_s", 0.5)),
-        misspelled=misspelled_settings(config, CALL_SETTINGS, type(tool), BaseTool),
+        misspelled=misspelled_settings(undeclared, CALL_SETTINGS, type(tool), BaseTool),
     )
 
 
