@@ -1,14 +1,15 @@
 """Environments that servers of OpenEnv hold."""
 
-import threading
-import time
+import sys
+import types
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from tests.agents.environment_episodes import play, texts
-from verl.agents.environments import check_environment, make_environment
+from verl.agents.environments import check_environment
 from verl.agents.environments.openenv import OpenEnvEnvironment
+from verl.utils.errors import ConfigError
 
 
 class EchoClient:
@@ -114,61 +115,41 @@ def test_a_text_that_openenvs_action_class_refuses_is_answered_to_the_model():
         assert "number" in session.failure.error
 
 
-@pytest.fixture
-def openenv_server():
-    """Serve an echo environment by OpenEnv's own server. Gives its address."""
-    pytest.importorskip("openenv.core", reason="pip install openenv")
-    import uvicorn
-    from openenv.core.env_server.http_server import create_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
+@pytest.mark.parametrize(
+    ("flags", "ends"),
+    [
+        ({"done": True}, True),
+        ({"done": None}, False),
+        ({"done": 0, "truncated": 1}, True),
+        ({"truncated": None}, False),
+    ],
+)
+def test_either_flag_ends_an_episode(flags, ends):
+    class FlagClient(EchoClient):
+        async def step(self, action):
+            result = self.Result({"text": "seen"})
+            vars(result).update(flags)
+            return result
 
-    class Said(Action):
-        message: str = Field(max_length=5)
-
-    class Heard(Observation):
-        text: str
-
-    class Echo(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-        state = State()
-
-        def reset(self, seed=None, episode_id=None, **fields):
-            return Heard(text=f"{seed} {fields}")
-
-        def step(self, action, **_):
-            return Heard(text=action.message.upper(), reward=1.0, done=True)
-
-    app = create_app(Echo, Said, Heard, env_name="echo", max_concurrent_envs=4)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    world = OpenEnvEnvironment(FlagClient(), observation_field="text", action_field="message")
+    _, seen = play(world, ["a", "b"])
+    assert seen[1].done is ends
+    assert len(seen) == (2 if ends else 3)
 
 
-def test_openenvs_own_server_and_client(openenv_server):
-    config = {
-        "base_url": openenv_server,
-        "observation_field": "text",
-        "action_field": "message",
-        "reset_fields": "task",
-    }
-    check_environment("openenv", config)
-    _, seen = play(make_environment("openenv", **config), ["hello"], seed=3, task="t7")
-    assert texts(seen) == ["3 {'task': 't7'}", "HELLO"]
-    assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+@pytest.mark.parametrize("name", ["done", "truncated"])
+def test_a_flag_that_is_no_truth_value_is_named(name):
+    class WordClient(EchoClient):
+        async def step(self, action):
+            result = self.Result({"text": "seen"})
+            setattr(result, name, "no")
+            return result
 
-    _, seen = play(make_environment("openenv", **config), ["too long", "short"])
-    refused = (
-        "The environment refused this answer: it does not have the type of the action's 'message'."
-    )
-    assert texts(seen)[1:] == [refused, "SHORT"]
-    assert seen[1].info == {"unreadable_action": 1.0}
+    world = OpenEnvEnvironment(WordClient(), observation_field="text", action_field="message")
+    session, _ = play(world, ["a"])
+    assert session.failure is not None
+    message = f"WordClient must return True or False as {name}, got 'no'"
+    assert message in session.failure.error
 
 
 def test_a_full_server_of_openenv_names_the_limits():
@@ -189,3 +170,72 @@ def test_openenv_error_lists_the_fields():
     assert session.failure is not None
     assert "observation_field 'message' must be a text" in session.failure.error
     assert "Fields: text" in session.failure.error
+
+
+def test_metadata_next_to_the_observation_become_the_info():
+    class TypedClient(EchoClient):
+        async def step(self, action):
+            result = self.Result({"text": "seen"})
+            result.metadata = {"words": 1}
+            return result
+
+    world = OpenEnvEnvironment(TypedClient(), observation_field="text", action_field="message")
+    _, seen = play(world, ["a"])
+    assert seen[1].info == {"words": 1}
+
+
+def test_a_synchronous_wrapper_connects_by_itself():
+    """OpenEnv's wrapper passes other names on to its client, which then refuses calls of it."""
+
+    class Wrapper:
+        def __init__(self):
+            self.client = EchoClient()
+
+        def reset(self, **fields):
+            return self.client.Result({"text": "ready"})
+
+        def step(self, action):
+            return self.client.Result({"text": action["message"]}, 1.0, True)
+
+        def close(self):
+            self.client.log.append("close")
+
+        def __getattr__(self, name):
+            return getattr(self.client, name)
+
+    wrapper = Wrapper()
+    world = OpenEnvEnvironment(wrapper, observation_field="text", action_field="message")
+    _, seen = play(world, ["hello"])
+    assert texts(seen) == ["ready", "hello"]
+    assert wrapper.client.log == ["close"]
+
+
+class SettledClient:
+    """A client of OpenEnv that takes the settings of its own."""
+
+    def __init__(self, base_url, message_timeout_s=60.0, headers=None):
+        self.base_url = base_url
+
+
+class FreeClient(SettledClient):
+    """A client that passes settings on, as classes of environments may."""
+
+    def __init__(self, base_url, **settings):
+        super().__init__(base_url)
+
+
+@pytest.mark.parametrize("client_class", [None, f"{SettledClient.__module__}.SettledClient"])
+def test_a_setting_that_the_client_does_not_take_is_named_at_start(monkeypatch, client_class):
+    library = types.SimpleNamespace(GenericEnvClient=SettledClient)
+    monkeypatch.setitem(sys.modules, "openenv.core", library)
+    config = {"base_url": "http://localhost:1", "observation_field": "a", "action_field": "b"}
+    config["client_class"] = client_class
+    check_environment("openenv", {**config, "headers": {}, "reset_fields": "task"})
+
+    message = (
+        "client SettledClient: unknown key 'message_timeout'. Nearest known: message_timeout_s"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_environment("openenv", {**config, "message_timeout": 5})
+    config["client_class"] = f"{FreeClient.__module__}.FreeClient"
+    check_environment("openenv", {**config, "message_timeout": 5})

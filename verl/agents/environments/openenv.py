@@ -18,7 +18,8 @@ from verl.agents.environments.base import (
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import say_once
-from verl.utils.signatures import taken_by
+from verl.utils.registry import refuse_unknown
+from verl.utils.signatures import keywords_of, taken_by, takes_any_keyword
 
 _INSTALL = "pip install openenv"
 # OpenEnv's client raises a RuntimeError that holds the server's code in its text alone.
@@ -65,9 +66,10 @@ class OpenEnvEnvironment:
 
     async def reset(self, **row: Any) -> Observation:
         """Connect and begin an episode. The row gives those of `reset_fields` that it has."""
-        connect = getattr(self.unwrapped, "__aenter__", None)
-        if connect is not None and not self._is_connected:
-            await connect()
+        # Of the class: the `.sync()` wrapper passes other names on to its asynchronous client.
+        is_asynchronous = hasattr(type(self.unwrapped), "__aenter__")
+        if is_asynchronous and not self._is_connected:
+            await self.unwrapped.__aenter__()
             self._is_connected = True
 
         known = {name: row[name] for name in self.reset_fields if row.get(name) is not None}
@@ -137,7 +139,8 @@ class OpenEnvEnvironment:
                 f"observation, got {type(found).__name__}. Fields: {_shown(within)}."
             )
         messages = [user_message(found)] if found else []
-        metadata = _value_at(result.observation, ["metadata"])
+        # A client of an environment's own class may keep it out of its type of observations.
+        metadata = _value_at(result.observation, ["metadata"]) or field_of(result, "metadata")
         info = dict(metadata) if isinstance(metadata, Mapping) else {}
         reward = 0.0 if result.reward is None else result.reward
         return Observation(messages, reward, done, info)
@@ -182,15 +185,26 @@ def make_openenv(
 
 
 def check_openenv(
-    client_class: str | None = None, action_class: str | None = None, **_: Any
+    client_class: str | None = None, action_class: str | None = None, **settings: Any
 ) -> None:
     """Import OpenEnv, and the classes of an environment with the packages that they need.
 
-    Raises ConfigError or MissingDependencyError for one that cannot be imported.
+    Args:
+        settings: the other keywords of `make_openenv`, with those for the client.
+
+    Raises:
+        ConfigError: a class cannot be imported, or the client does not take a keyword.
+        MissingDependencyError: a package is not installed.
     """
-    _client(client_class)
+    client = _client(client_class)
     if action_class is not None:
         load_class(action_class)
+
+    our_own = keywords_of(make_openenv)
+    given = [name for name in settings if name not in our_own]
+    if given and not takes_any_keyword(client):
+        place = f"agent.environment.kwargs, for OpenEnv's client {client.__name__}"
+        refuse_unknown(place, given, [*keywords_of(client), *our_own])
 
 
 def _client(client_class: str | None) -> Any:
