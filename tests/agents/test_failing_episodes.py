@@ -15,7 +15,7 @@ from tests.agents.scripted import (
     play,
     rollout_config,
 )
-from tests.agents.test_tool_agent import TOOLS
+from tests.agents.tool_files import TOOLS
 from verl.agents import AgentRunner, EngineClient, EngineSteps
 from verl.agents.loops import Episode
 from verl.agents.loops.environment import seed_of
