@@ -1,6 +1,8 @@
-"""A file of reward functions that work, fail, hang or end their process."""
+"""Services over HTTP, and a file of functions that work, fail, hang or end their process."""
 
 import pytest
+
+from tests.rewards.services import Service
 
 FILE = """
 import asyncio, os, sys, time
@@ -60,3 +62,17 @@ def reward_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
     path.write_text(FILE)
     return str(path)
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(respond) -> Service:
+        started.append(Service(respond))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.server.shutdown()
+        service.server.server_close()
