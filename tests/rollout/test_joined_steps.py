@@ -84,6 +84,7 @@ def test_turns_that_join_a_step_draw_what_a_prefill_gives(
         )
 
 
+@pytest.mark.parametrize("others_run", [True, False])
 @pytest.mark.parametrize(
     ("ends", "admitted"),
     [
@@ -93,7 +94,9 @@ def test_turns_that_join_a_step_draw_what_a_prefill_gives(
         ([4] * 20, [20]),  # too many steps for rows
     ],
 )
-def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(ends: list[int], admitted: list[int]):
+def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(
+    ends: list[int], admitted: list[int], others_run: bool
+):
     pages = PageAllocator(100, page_size=4)
     prompt = list(range(8))
     held = pages.allocate(2)
@@ -113,6 +116,8 @@ def test_ends_of_prompts_start_in_as_many_steps_as_they_fit(ends: list[int], adm
         least_tokens=64,
     )
     assert scheduler.admit(step_rows=8) is not None, "the first sample runs"
+    if not others_run:
+        scheduler.abort([0])
     scheduler.add(samples[1:])
 
     counts = []

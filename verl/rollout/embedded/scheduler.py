@@ -215,7 +215,7 @@ class Scheduler(RunningSamples):
 
         Where they would be many steps behind, one prefill for all is cheaper.
         """
-        if not self.running.size or not admission.fits_step(step_rows):
+        if not admission.fits_step(step_rows):
             return False
         fits = rows is not None and admission.rows + rows <= step_rows
         return not fits and len(self.waiting) <= 2 * len(admission.slots)
