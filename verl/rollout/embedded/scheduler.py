@@ -153,13 +153,15 @@ class Scheduler(RunningSamples):
                 break
             self._start(self.waiting.popleft(), admission)
 
-        self.running = np.append(self.running, np.array(admission.slots, np.int64))
+        if not admission.slots:
+            return None
+        self.running = np.append(self.running, admission.slots)
         if self.prefix_caching:
             for prefill in admission.prefills:
                 if not prefill.has_old_keys:
                     self.pages.register(prefill.names, prefill.pages)
 
-        return admission if admission.slots else None
+        return admission
 
     def _admit_to_prefill(self, sample: Sample, admission: Admission, step_rows: int) -> bool:
         """Give a sample pages for its tokens so far. Return False if it has to wait."""
@@ -226,9 +228,11 @@ class Scheduler(RunningSamples):
         No more than one slot of SLOTS_BEHIND is computed on with after its last token, and all have
         pages for what they may draw.
         """
-        rows = self.unfinished
         most = min(most, self.page_size)
-        if most > 1 and rows.size:
+        if most == 1:
+            return 1
+        rows = self.unfinished
+        if rows.size:
             left = self.limits[rows] - self.launched[rows]
             place = rows.size // SLOTS_BEHIND
             most = min(most, int(np.partition(left, place)[place]))
@@ -254,6 +258,8 @@ class Scheduler(RunningSamples):
             are still on the device.
         """
         slots, places = self._lacking_pages(steps)
+        if not slots.size:
+            return [], True
         if self.pages.can_allocate(len(slots)):
             missing = places >= self.num_pages[slots]
             self._append_pages(slots[missing], places[missing])
@@ -310,7 +316,8 @@ class Scheduler(RunningSamples):
             own_reason = "stop" if slot in stopped else reason
             completions.append(completion_of(sample, own_reason))
             self._release(slot)
-        self.running = self.running[~np.isin(self.running, slots)]
+        # Every running sample has a page.
+        self.running = self.running[self.num_pages[self.running] > 0]
         return completions
 
     def check_integrity(self) -> None:
@@ -327,14 +334,16 @@ class Scheduler(RunningSamples):
         rows = self.unfinished
         size = self.page_size
         cached = self.cached[rows]
-        last_pages = self.table[rows, cached // size]
-        shared = (cached % size > 0) & (self.pages.references[last_pages] > 1)
-        begin = -(-cached // size) - shared
+        full = cached // size
+        is_own = (cached > full * size) & (self.pages.references[self.table[rows, full]] == 1)
+        begin = full + is_own  # the last page, partly filled, may be shared
         left = self.limits[rows] - self.launched[rows]
         end = -(-(cached + np.minimum(steps, left)) // size)
 
-        counts = np.maximum(end - begin, 0)
-        return rows.repeat(counts), joined_ranges(begin, counts)
+        lacking = np.flatnonzero(begin < end)
+        begin = begin[lacking]
+        counts = end[lacking] - begin
+        return rows[lacking].repeat(counts), joined_ranges(begin, counts)
 
     def _start(self, sample: Sample, admission: Admission) -> None:
         slot = heapq.heappop(self._free_slots)
