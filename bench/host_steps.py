@@ -68,7 +68,7 @@ class InstantRunner:
         return self._draw(scheduler, slots)
 
     def decode(self, scheduler: Scheduler, slots: np.ndarray, steps: int) -> list[Draws]:
-        slots = neighbors(scheduler, slots, PAGE_SIZE)
+        slots = neighbors(scheduler, slots)
         self.slots.show(scheduler, slots, blocks=len(slots) > SMALL_ROWS)
         return [self._draw(scheduler, slots)]
 

@@ -89,7 +89,7 @@ def make_scheduler(prompts: list[int], samples: int) -> Scheduler:
 def test_rows_of_a_prompt_are_blocks_that_share_its_pages():
     slots = DeviceSlots(20, 0, width=WIDTH, page_size=4, device=torch.device("cpu"), shifts=False)
     scheduler = make_scheduler([9, 3, 8], samples=5)
-    rows = neighbors(scheduler, scheduler.running, page_size=4)
+    rows = neighbors(scheduler, scheduler.running)
     slots.show(scheduler, rows, blocks=True)
     assert slots.saved_tokens == 2 * 4 * 8 / 15
     assert slots.prefixes.counts.tolist() == [5, 5, 0, 0, 0]
@@ -137,8 +137,7 @@ def test_blocks_follow_pages_that_have_become_those_of_a_longer_prompt():
     one = make_scheduler([8], samples=4)
     slots.show(one, one.running, blocks=True)
     other = make_scheduler([12], samples=4)
-    pages = one.table[other.running, 1]
-    other.table[other.running, 2] = pages  # the page of the same number ends it
+    other.prompt_ends[:] = one.prompt_ends  # the page of the same number ends it
     slots.show(other, other.running, blocks=True)
     assert slots.prefixes.tokens.tolist()[0] == 12
     assert slots.prefixes.covered[:4].tolist() == [12] * 4

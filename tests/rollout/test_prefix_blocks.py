@@ -7,32 +7,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.rollout.embedded.prefix_blocks import neighbors, prefix_blocks, prompt_ends
+from verl.rollout.embedded.prefix_blocks import neighbors, prefix_blocks
 
 PAGE_SIZE = 4
 FEWEST = 4
 MOST = 8
 
 
-def samples_of(prompts: list[tuple[int, list[int]]]) -> Any:
-    """Return running samples by their prompts' tokens and pages."""
-    width = max(len(pages) for _, pages in prompts)
-    table = [pages + [0] * (width - len(pages)) for _, pages in prompts]
-    tokens = [count for count, _ in prompts]
-    return SimpleNamespace(table=np.array(table), prompt_tokens=np.array(tokens))
-
-
-def test_a_prompt_ends_with_its_last_full_page():
-    samples = samples_of([(8, [5, 6]), (11, [5, 6, 7]), (3, [9]), (4, [0, 1]), (12, [5, 6, 7])])
-    assert prompt_ends(samples, np.array([4, 0, 1, 2, 3]), PAGE_SIZE).tolist() == [7, 6, 6, -1, 0]
-
-
 def test_neighbors_have_the_same_prompt_and_prompts_that_begin_alike_come_together():
-    one = (8, [1, 2])
-    like_one = (8, [1, 3])
-    other = (8, [0, 4])
-    samples = samples_of([one, other, like_one, one, other, like_one])
-    order = neighbors(samples, np.arange(6), PAGE_SIZE)
+    one = [1, 2]
+    like_one = [1, 3]
+    other = [0, 4]
+    table = np.array([one, other, like_one, one, other, like_one])
+    samples: Any = SimpleNamespace(table=table, prompt_ends=table[:, 1])
+    order = neighbors(samples, np.arange(6))
     assert order.tolist() == [1, 4, 0, 3, 2, 5]
 
 

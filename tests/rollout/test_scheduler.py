@@ -201,6 +201,23 @@ def test_every_sample_ends_once_with_its_own_tokens(**case):
     drive(**case)
 
 
+def test_a_prompt_ends_with_its_last_full_page():
+    groups = [Group(prompt=(0,) * tokens, unstarted=2) for tokens in (8, 11, 3, 4)]
+    samples = [
+        Sample(sample_id=number, group=groups[number // 2], limit=4, key=np.uint64(0))
+        for number in range(8)
+    ]
+    pages = PageAllocator(40, PAGE)
+    scheduler = Scheduler(samples, pages, max_num_seqs=8, max_num_batched_tokens=100)
+    assert scheduler.admit() is not None
+    scheduler.prepare_decode(steps=1)  # pages that prompts fill in part are copied
+
+    second = scheduler.table[:4, 1].tolist()
+    first = scheduler.table[6:, 0].tolist()
+    assert scheduler.prompt_ends.tolist() == [*second, -1, -1, *first]
+    assert len({*second, *first}) == 3
+
+
 def test_the_same_calls_give_the_same_order():
     one = drive([5, 9, 3], 3, [7, 12], 2, 6, 12)
     other = drive([5, 9, 3], 3, [7, 12], 2, 6, 12)

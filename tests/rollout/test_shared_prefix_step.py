@@ -64,7 +64,7 @@ def take_step(
             for source, target in copies:
                 cache[target] = cache[source]
 
-    rows = neighbors(scheduler, scheduler.running, PAGE_SIZE)
+    rows = neighbors(scheduler, scheduler.running)
     slots.show(scheduler, rows, blocks=True)
     slots.place(scheduler, Fed(rows, ids[rows].numpy(), scheduler.cached[rows], rows))
     fed, positions, pages, offsets = slots.feed(len(rows))

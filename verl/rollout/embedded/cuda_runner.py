@@ -279,7 +279,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: IntArray, steps: int) -> list[Draws]:
         """Implement `ModelRunner.decode`."""
-        slots = neighbors(scheduler, slots, self.page_size)
+        slots = neighbors(scheduler, slots)
         self._take_step(scheduler, slots)
         return [self._fetch(scheduler, slots, has_routes=self.num_routes > 0)]
 
@@ -288,7 +288,7 @@ class CudaRunner(ModelRunner):
         self, scheduler: Scheduler, slots: IntArray, prefills: Mapping[int, Prefill]
     ) -> Draws:
         """Implement `ModelRunner.decode_and_extend`: each token is a row of one step."""
-        slots = neighbors(scheduler, slots, self.page_size)
+        slots = neighbors(scheduler, slots)
         fed = Fed.prefills(scheduler, prefills)
         # A sample draws from its own slot, so the last token goes there.
         before = fed.slots[~fed.is_last]

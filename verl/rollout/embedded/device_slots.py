@@ -19,7 +19,7 @@ from verl.rollout.embedded.kernels.shared_prefix import (
     SharedPrefixes,
 )
 from verl.rollout.embedded.kernels.slots import feed
-from verl.rollout.embedded.prefix_blocks import prefix_blocks, prompt_ends
+from verl.rollout.embedded.prefix_blocks import prefix_blocks
 from verl.rollout.embedded.samples import IntArray
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.several import Fed
@@ -160,7 +160,7 @@ class DeviceSlots:
 
     def _new_blocks(self, scheduler: Scheduler, slots: IntArray) -> IntArray | None:
         """Return all numbers of `prefixes` for these rows; None: it has them already."""
-        ends = prompt_ends(scheduler, slots, self._page_size)
+        ends = scheduler.prompt_ends[slots]
         tokens = scheduler.prompt_tokens[slots] // self._page_size * self._page_size
         prompts = np.stack([ends, tokens])
         if np.array_equal(prompts, self._shown_prompts):

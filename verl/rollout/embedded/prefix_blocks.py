@@ -23,31 +23,20 @@ class PrefixBlocks(NamedTuple):
         return float(((self.counts - 1) * self.tokens).sum()) / max(1, len(self.covered))
 
 
-def prompt_ends(samples: RunningSamples, slots: IntArray, page_size: int) -> IntArray:
-    """Return the last page that each slot's prompt fills (b,), or -1 if it fills none.
-
-    Slots with the same one share all pages up to it, or have copies with the keys of the same
-    tokens.
-    """
-    full = samples.prompt_tokens[slots] // page_size
-    return np.where(full > 0, samples.table[slots, np.maximum(full - 1, 0)], -1)
-
-
-def neighbors(samples: RunningSamples, slots: IntArray, page_size: int) -> IntArray:
+def neighbors(samples: RunningSamples, slots: IntArray) -> IntArray:
     """Return slots (b,) with the samples of a prompt side by side.
 
     Its pages are then read from memory once, and again from the L2 cache. Prompts that begin alike
     are neighbors, too.
     """
-    ends = prompt_ends(samples, slots, page_size)
-    return slots[np.lexsort((ends, samples.table[slots, 0]))]
+    return slots[np.lexsort((samples.prompt_ends[slots], samples.table[slots, 0]))]
 
 
 def prefix_blocks(ends: IntArray, tokens: IntArray, *, fewest: int, most: int) -> PrefixBlocks:
     """Cut neighbors of the same prompt into blocks of about equal size, up to `most` rows.
 
     Args:
-        ends: (b,), see `prompt_ends`.
+        ends: (b,), see `RunningSamples.prompt_ends`.
         tokens: (b,), in the pages up to there.
         fewest: rows of a prompt that get blocks. If it is `most / 2` or less, b rows have b /
             fewest blocks at most.

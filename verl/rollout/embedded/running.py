@@ -34,6 +34,9 @@ class RunningSamples:
         # of these, the first ones that the last `take_changed` knew
         self._known_pages = np.zeros(slots, np.int64)
         self.prompt_tokens = np.zeros(slots, np.int64)
+        # The last page that each prompt fills, or -1 if it fills none. Slots with the same one share
+        # all pages up to it, or have copies with the keys of the same tokens.
+        self.prompt_ends = np.zeros(slots, np.int64)
         # tokens with keys in the pages, now or after the launched steps
         self.cached = np.zeros(slots, np.int64)
 

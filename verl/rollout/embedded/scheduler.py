@@ -361,6 +361,8 @@ class Scheduler(RunningSamples):
         self.table[slot] = 0
         self.table[slot, : len(held)] = held
         self.num_pages[slot] = len(held)
+        full = len(group.prompt) // self.page_size
+        self.prompt_ends[slot] = held[full - 1] if full else -1
 
         self._load(slot, sample)
         admission.slots.append(slot)
