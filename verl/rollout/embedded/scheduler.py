@@ -262,7 +262,7 @@ class Scheduler(RunningSamples):
             return [], True
         if self.pages.can_allocate(len(slots)):
             missing = places >= self.num_pages[slots]
-            self._append_pages(slots[missing], places[missing])
+            self._give_pages(slots[missing], places[missing])
             slots, places = slots[~missing], places[~missing]
 
         copies: list[tuple[int, int]] = []
@@ -277,7 +277,7 @@ class Scheduler(RunningSamples):
                             return copies, False
                         self._preempt(int(self.running[-1]))
                     continue
-                self._append_pages(np.array([slot]), np.array([place]))
+                self._give_pages(np.array([slot]), np.array([place]))
                 if old is not None:
                     copies.append((old, int(self.table[slot, place])))
                     self.pages.free([old])
@@ -285,10 +285,10 @@ class Scheduler(RunningSamples):
 
         return copies, True
 
-    def _append_pages(self, slots: IntArray, places: IntArray) -> None:
-        """Allocate pages for these entries of `table`, both (n,): next ones, or a replaced one."""
+    def _give_pages(self, slots: IntArray, places: IntArray) -> None:
+        """Allocate pages for entries of `table`, both (n,): next ones, or a single replaced one."""
         self.table[slots, places] = self.pages.allocate(len(slots))
-        # Of several entries of a slot, the last counts.
+        # Of several next entries of a slot, the last counts.
         self.num_pages[slots] = np.maximum(self.num_pages[slots], places + 1)
         self._known_pages[slots] = np.minimum(self._known_pages[slots], places)
 
