@@ -113,6 +113,27 @@ def test_a_prompt_longer_than_allowed(tmp_path, capfd):
     assert len(text.splitlines()) == 1
 
 
+def test_a_sampler_that_calls_sys_exit(tmp_path, capfd):
+    path = tmp_path / "order.py"
+    path.write_text("""import sys
+
+class Order:
+    def __init__(self, data_source, data_config):
+        pass
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        yield from range(4)
+        sys.exit(0)
+""")
+    named = [f"data.sampler.class_path={path}", "data.sampler.class_name=Order"]
+    text = message(capfd, run(tmp_path, *named))
+    assert f"sampler 'Order' ({path}) called sys.exit(0) in line 12. Raise an error" in text
+    assert len(step_lines(tmp_path)) == 1
+
+
 def test_a_data_source_without_a_rule(tmp_path, capfd):
     path = write_lines(
         tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()]

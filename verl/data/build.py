@@ -18,6 +18,7 @@ from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
 from verl.utils.signatures import check_keywords, declares, takes_any_keyword
+from verl.utils.user_parts import NamedPart, errors_of_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +146,7 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     )
     arguments = {"data_source": dataset, "data_config": data}
     check_keywords(kind, arguments, f"data.sampler.class_name={data.sampler.class_name}")
-    made = kind(**arguments)
+    made = _made("sampler", data.sampler.class_name, kind, arguments)
     _require_methods(made, ("__len__", "__iter__"), "data.sampler")
     return made
 
@@ -173,11 +174,19 @@ def _dataset_of(
     if declares(kind, "split"):
         arguments["split"] = split
     check_keywords(kind, arguments, f"data.custom_cls.name={data.custom_cls.name}")
-    made = kind(**arguments)
+    made = _made("data set", data.custom_cls.name, kind, arguments)
     _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")
-    if len(made) == 0:
+    with errors_of_method("data set", made, "__len__"):
+        num_rows = len(made)
+    if num_rows == 0:
         raise DataError(f"data.custom_cls {kind.__name__} has no rows of {files}.")
     return made
+
+
+def _made(part: str, name: str | None, kind: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a class of the user. Raise its errors as DataError with its name, file and line."""
+    with NamedPart(part, str(name), kind, DataError).naming_errors():
+        return kind(**arguments)
 
 
 def _require_methods(made: Any, methods: tuple[str, ...], key: str) -> None:

@@ -19,6 +19,7 @@ from verl.data.sampler import (
 from verl.protocol import DataProto
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import DataError
+from verl.utils.user_parts import errors_of_method
 
 
 class MapDataset(Protocol):
@@ -88,14 +89,15 @@ class RLDataLoader:
 
         Raises DataError if it has too few rows for a batch.
         """
-        if len(sampler) == 0:
+        num_rows = _num_rows(sampler)
+        if num_rows == 0:
             raise DataError(
                 "The dataset, or the sampler, has no rows. Give data.train_files with rows."
             )
-        if self.drop_last and self.batch_size > len(sampler):
+        if self.drop_last and self.batch_size > num_rows:
             raise DataError(
-                f"A batch of {self.batch_size} rows does not fit a dataset of {len(sampler)}. "
-                f"Lower data.train_batch_size to at most {len(sampler)}, or add data."
+                f"A batch of {self.batch_size} rows does not fit a dataset of {num_rows}. "
+                f"Lower data.train_batch_size to at most {num_rows}, or add data."
             )
 
         self.sampler = sampler
@@ -106,7 +108,7 @@ class RLDataLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        rows = len(self.sampler)
+        rows = _num_rows(self.sampler)
         if self.drop_last:
             return rows // self.batch_size
         return ceil_div(rows, self.batch_size)
@@ -138,7 +140,8 @@ class RLDataLoader:
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
         if isinstance(self.sampler, CurriculumSampler):
-            self.sampler.update(batch)
+            with errors_of_method("sampler", self.sampler, "update"):
+                self.sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: a few numbers, for a dataset of any size."""
@@ -150,7 +153,8 @@ class RLDataLoader:
             "fingerprint": self._fingerprint(),
         }
         if isinstance(self.sampler, StatefulSampler):
-            state["sampler"] = self.sampler.state_dict()
+            with errors_of_method("sampler", self.sampler, "state_dict"):
+                state["sampler"] = self.sampler.state_dict()
         return state
 
     def has_rows_of(self, state: dict[str, Any]) -> bool:
@@ -180,7 +184,7 @@ class RLDataLoader:
             self._leave_finished_epoch()
             return
 
-        if 0 < state["taken"] <= len(self.sampler):
+        if 0 < state["taken"] <= _num_rows(self.sampler):
             self._draw(state["taken"])
         if self._order_digest != state["order"]:
             raise DataError(
@@ -204,7 +208,7 @@ class RLDataLoader:
         return Draw(self._epoch, self._taken, list(rows))
 
     def _next_size(self) -> int:
-        return min(self.batch_size, len(self.sampler) - self._taken)
+        return min(self.batch_size, _num_rows(self.sampler) - self._taken)
 
     def _leave_finished_epoch(self) -> None:
         """Move to the next epoch if this one has no further batch.
@@ -212,7 +216,7 @@ class RLDataLoader:
         That depends on the batch size, which a resumed run may change.
         """
         fewest_rows = self.batch_size if self.drop_last else 1
-        if len(self.sampler) - self._taken < fewest_rows:
+        if _num_rows(self.sampler) - self._taken < fewest_rows:
             self._epoch += 1
             self._start_epoch()
 
@@ -226,30 +230,39 @@ class RLDataLoader:
     def _load_sampler(self, sampler: StatefulSampler, state: dict[str, Any]) -> None:
         # An epoch that has not begun starts at the first draw, as in an uninterrupted run.
         if state["taken"] == 0:
-            sampler.load_state_dict(state["sampler"])
+            _restore(sampler, state["sampler"])
             return
 
         self._set_epoch()
-        sampler.load_state_dict(state["sampler"])
-        self._rows = iter(self.sampler)
+        _restore(sampler, state["sampler"])
+        self._rows = self._iterator()
         self._taken = state["taken"]
         self._order_digest = state["order"]
 
     def _set_epoch(self) -> None:
         if isinstance(self.sampler, EpochSampler):
-            self.sampler.set_epoch(self._epoch)
+            with errors_of_method("sampler", self.sampler, "set_epoch"):
+                self.sampler.set_epoch(self._epoch)
 
     def _order(self) -> Iterator[int]:
         """Return the rows of the epoch that are still to come."""
         if self._rows is None:
             self._set_epoch()
-            self._rows = iter(self.sampler)
+            self._rows = self._iterator()
         return self._rows
+
+    def _iterator(self) -> Iterator[int]:
+        with errors_of_method("sampler", self.sampler, "__iter__"):
+            return iter(self.sampler)
 
     def _draw(self, count: int) -> list[int]:
         """Return the next `count` row numbers, and add them to the digest of the epoch's order."""
+        order = self._order()
+        with errors_of_method("sampler", self.sampler, "__iter__"):
+            drawn = list(islice(order, count))
+
         rows = []
-        for row in islice(self._order(), count):
+        for row in drawn:
             try:
                 rows.append(operator.index(row))
             except TypeError as error:
@@ -258,9 +271,10 @@ class RLDataLoader:
                 ) from error
 
         if len(rows) < count:
+            given = self._taken + len(rows)
             raise DataError(
-                f"The sampler has len() {len(self.sampler)} but gave {self._taken + len(rows)} "
-                "rows. They must agree."
+                f"The sampler has len() {_num_rows(self.sampler)} but gave {given} rows. They must "
+                "agree."
             )
 
         for row in rows:
@@ -275,4 +289,21 @@ class RLDataLoader:
         return rows
 
     def _fingerprint(self) -> str | None:
-        return self.dataset.fingerprint if isinstance(self.dataset, Fingerprinted) else None
+        with errors_of_method("data set", self.dataset, "fingerprint"):
+            return self.dataset.fingerprint if isinstance(self.dataset, Fingerprinted) else None
+
+
+def _num_rows(sampler: Sampler) -> int:
+    """Return the number of rows of an epoch."""
+    with errors_of_method("sampler", sampler, "__len__"):
+        return len(sampler)
+
+
+def _restore(sampler: StatefulSampler, state: dict[str, Any]) -> None:
+    """Load a sampler's state. Its errors stay as they are: the state may be of another sampler."""
+
+    def may_be_the_state(error: BaseException) -> bool:
+        return isinstance(error, Exception)
+
+    with errors_of_method("sampler", sampler, "load_state_dict", may_be_the_state):
+        sampler.load_state_dict(state)

@@ -39,6 +39,7 @@ from verl.utils.errors import (
 from verl.utils.imports import file_of_user, load_module
 from verl.utils.logging import logger
 from verl.utils.seeding import seed_everything
+from verl.utils.sigterm import raised_by_signal
 from verl.utils.user_parts import errors_of_dataset, read_row
 
 Items = list[dict[str, Any]]
@@ -84,7 +85,9 @@ def read_rows(dataset: Any, rows: list[int]) -> Items:
         items = several(rows)
     except VerlError:
         raise
-    except Exception as error:  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        if isinstance(error, SystemExit) and raised_by_signal(error):
+            raise
         for row in rows:
             read_row(dataset, row)  # raises for the row that failed
         with errors_of_dataset(dataset, f"{len(rows)} rows"):  # each of them can be read alone

@@ -1,4 +1,4 @@
-"""Errors of functions and classes that a user registers by name, or gives as a data set."""
+"""Errors of functions and classes of a user: registered by name, data sets and samplers."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +106,25 @@ def read_row(dataset: Any, row: int) -> Any:
     """Return an item of a data set. See `errors_of_dataset`."""
     with errors_of_dataset(dataset, f"row {row}"):
         return dataset[row]
+
+
+def errors_of_method(
+    part: str,
+    made: Any,
+    method: str,
+    passes: Callable[[Exception | SystemExit], bool] = lambda error: False,
+) -> AbstractContextManager[None]:
+    """Raise errors of a method of a data set or a sampler as DataError with its class and line.
+
+    Args:
+        part: "data set" or "sampler".
+        made: the object that has the method.
+        method: its name.
+        passes: accepts errors that stay as they are, see `NamedPart.naming_errors`.
+    """
+    kind = type(made)
+    named = NamedPart(f"method {method} of the {part}", kind.__name__, kind, DataError)
+    return named.naming_errors(passes)
 
 
 def describe_value(value: Any) -> str:
