@@ -22,7 +22,8 @@ from tests.vision_folders import save_vision_folder, some_image
 from verl.config import DataConfig
 from verl.config.sft import SFTDataConfig
 from verl.data import RLDataLoader, RLDataset, SFTDataset
-from verl.data.row_processes import Draw, read_rows
+from verl.data.own_rows import KeptRows, read_rows
+from verl.data.row_processes import Draw
 from verl.models.pictures import Picture, pictures_of
 from verl.protocol import DataProto
 from verl.utils.children import PACKAGE_ROOT
@@ -251,6 +252,19 @@ def test_a_dataset_of_a_users_file_is_read_in_processes(
     assert repr(users) == "ValueError('no 5')"
     assert "own.py" in str(users.__cause__), "the traceback of the process is its cause"
     assert next(iter(make())).non_tensor_batch["drawn"].tolist() == drawn[0], "can be repeated"
+
+
+def test_kept_rows_of_a_users_file_are_read_in_processes(
+    tmp_path: Path, parquet: Any, tokenizer: Any, loaders: Any
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    kind = load_extern_type(str(tmp_path / "own.py"), "Own")
+    data = kind(parquet(make_rows(6)), tokenizer, DataConfig(max_prompt_length=64))
+    kept = KeptRows(data, [1, 2, 4, 5])
+
+    loaders.append(RLDataLoader(kept, 2, shuffle=False, seed=3, num_workers=2))  # pyright: ignore
+    drawn = [batch.non_tensor_batch["index"].tolist() for batch in loaders[-1]]
+    assert drawn == [[1, 2], [4, 5]]
 
 
 @pytest.mark.parametrize("base", ["RLDataset", "object"])

@@ -49,6 +49,21 @@ def test_a_reward_that_cannot_score_batches_is_refused_at_start(name, reward, me
         RLTrainer(TOY, **{name: reward})
 
 
+@pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
+def test_the_limit_of_prompts_holds_for_rows_of_a_program(name):
+    long = {**ROWS[0], "prompt": [{"role": "user", "content": "1 + " * 80}]}
+    parts = {"train_dataset": ROWS, "val_dataset": ROWS, name: [long, *ROWS]}
+    with pytest.raises(DataError, match=f"^{name}, row 0: the prompt has .* tokens, data.max_p"):
+        RLTrainer(TOY, **parts)
+
+    trainer = RLTrainer({**TOY, "data.filter_overlong_prompts": True}, **parts)
+    assert len(trainer.ppo.train_loader.dataset) == len(trainer.ppo.val_loader.dataset) == 4
+    trainer = RLTrainer({**TOY, "data.truncation": "left", "data.shuffle": False}, **parts)
+    loader = {"train_dataset": trainer.ppo.train_loader, "val_dataset": trainer.ppo.val_loader}
+    for batch in loader[name]:
+        assert max(map(len, batch.non_tensor_batch["raw_prompt_ids"])) <= 64
+
+
 def test_a_tokenizer_is_no_name():
     with pytest.raises(ConfigError, match="tokenizer must be a tokenizer .* got str, which lacks"):
         RLTrainer(TOY, tokenizer="gpt2")

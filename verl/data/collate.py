@@ -35,6 +35,13 @@ def collate(
     return DataProto.from_single_dict(columns_of(rows))
 
 
+def prompt_ids(
+    item: dict[str, Any], encode: Callable[[Any], list[int]] | None, prompt_key: str
+) -> list[int]:
+    """Return the token ids of an item's prompt. See `collate`."""
+    return _with_prompt_ids(item, encode, prompt_key)["raw_prompt_ids"]
+
+
 def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
     """Return items by column: stacked tensors (B, ...) if shapes are equal, else objects (B,)."""
     keys = data_list[0].keys()

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from verl.data.collate import collate
-from verl.data.row_processes import Draw, RowProcesses, read_rows
+from verl.data.own_rows import PromptLimit, read_rows
+from verl.data.row_processes import Draw, RowProcesses
 from verl.data.sampler import (
     CurriculumSampler,
     EpochSampler,
@@ -59,19 +60,21 @@ class RLDataLoader:
         prompt_key: str = "prompt",
         num_workers: int = 0,
         workers_key: str = "data.dataloader_num_workers",
+        limit: PromptLimit | None = None,
     ) -> None:
         """Set the order of the rows: that of `sampler`, or else of `shuffle` and `seed`.
 
         `encode` gives the token ids of items that have messages alone, which may be under
         `prompt_key`; see `collate`. With `num_workers`, so many processes read the rows, see
         `RowProcesses`; `workers_key` names it in errors. They read a batch ahead, unless `sampler`
-        is one of the user's.
+        is one of the user's. `limit` cuts or refuses longer prompts of a drawn batch.
         """
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.encode = encode
         self.prompt_key = prompt_key
+        self.limit = limit
         # called with the numbers and items of every batch, for the record of the run
         self.on_drawn: Callable[[list[int], list[dict[str, Any]]], None] | None = None
         if batch_size < 1:
@@ -130,7 +133,10 @@ class RLDataLoader:
             items = self._items(draw)
             if self.on_drawn is not None:
                 self.on_drawn(draw.rows, items)
-            yield collate(items, self.encode, self.prompt_key)
+            batch = collate(items, self.encode, self.prompt_key)
+            if self.limit is not None:
+                self.limit.fit(batch, items, draw.rows)
+            yield batch
 
     def close(self) -> None:
         """End the processes that read rows. Iteration goes on as before, with others."""

@@ -120,7 +120,9 @@ class RLDataset(Dataset):
         if len(ids) > limit:
             if self.config.truncation == "error" or pictures:
                 raise DataError(
-                    _too_long(self.files[source], number, len(ids), limit, cuts=not pictures)
+                    too_long(
+                        f"{self.files[source]}, row {number}", len(ids), limit, cuts=not pictures
+                    )
                 )
             whose = f"{self.files[source]}: prompts"
             ids = cut_prompt(ids, limit, self.config.truncation, whose)
@@ -248,7 +250,9 @@ class RLDataset(Dataset):
         if count and not drops:
             first = int(np.argmax(long))
             length = int(lengths[first])
-            raise DataError(_too_long(file, first, length, limit, count, cuts=not pictured[first]))
+            others = f"{count} rows of this file" if count > 1 else ""
+            place = f"{file}, row {first}"
+            raise DataError(too_long(place, length, limit, others, cuts=not pictured[first]))
 
         numbers = np.flatnonzero(~long)
         if count:
@@ -452,16 +456,23 @@ def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
     return [name for name in names if name not in _RESERVED]
 
 
-def _too_long(
-    file: str, row: int, length: int, limit: int, count: int = 1, *, cuts: bool = True
-) -> str:
-    """Describe a prompt over the limit; without `cuts` it has pictures, which are never cut."""
-    others = f" ({count} rows of this file are too long)" if count > 1 else ""
+def too_long(place: str, length: int, limit: int, others: str = "", *, cuts: bool = True) -> str:
+    """Describe a prompt over the limit.
+
+    Args:
+        place: its file and row.
+        length: its tokens.
+        limit: of tokens.
+        others: names all such rows, if there are several.
+        cuts: False: it has pictures, and is never cut.
+    """
+    if others:
+        others = f" ({others} are too long)"
     way = "data.truncation=left, right or middle (cut them)."
     if not cuts:
         way = "make the pictures smaller: prompts with pictures are never cut."
     return (
-        f"{file}, row {row}: the prompt has {length} tokens, data.max_prompt_length allows "
+        f"{place}: the prompt has {length} tokens, data.max_prompt_length allows "
         f"{limit}{others}. Raise it, or set data.filter_overlong_prompts=true (drop such rows) or "
         f"{way}"
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from verl.data.own_rows import Items, origin_of, read_rows
 from verl.data.pictures import KEPT_BYTES, PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.single_controller.host import Raised
@@ -32,17 +33,12 @@ from verl.utils.errors import (
     ConfigError,
     DataError,
     RemoteTraceback,
-    VerlError,
     WorkerLostError,
     describe_error,
 )
 from verl.utils.imports import file_of_user, load_module
 from verl.utils.logging import logger
 from verl.utils.seeding import seed_everything
-from verl.utils.sigterm import raised_by_signal
-from verl.utils.user_parts import errors_of_dataset, read_row
-
-Items = list[dict[str, Any]]
 
 
 class Draw(NamedTuple):
@@ -71,36 +67,6 @@ class _Started(NamedTuple):
     owner: int  # the process that has started them; a fork of it has a copy
 
 
-def read_rows(dataset: Any, rows: list[int]) -> Items:
-    """Return the items of some rows, together if the data set has torch's `__getitems__`.
-
-    Raises DataError with the row and the class for an error that is not one of this package, and
-    for another number of items than of rows.
-    """
-    several = getattr(dataset, "__getitems__", None)
-    if several is None:
-        return [read_row(dataset, row) for row in rows]
-
-    try:
-        items = several(rows)
-    except VerlError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's class may raise anything
-        if isinstance(error, SystemExit) and raised_by_signal(error):
-            raise
-        for row in rows:
-            read_row(dataset, row)  # raises for the row that failed
-        with errors_of_dataset(dataset, f"{len(rows)} rows"):  # each of them can be read alone
-            raise error
-
-    if len(items) != len(rows):
-        raise DataError(
-            f"__getitems__ of the data set '{type(dataset).__name__}' must return an item for each "
-            f"row, got {len(items)} for {len(rows)} rows."
-        )
-    return items
-
-
 class RowProcesses:
     """Processes that read rows and prepare their pictures, each an equal share of every batch.
 
@@ -125,7 +91,7 @@ class RowProcesses:
         self._packed = _pack(dataset, self._key)
         self._first = _First(sys.path, _files_of(dataset), count, self._key)
 
-        pictures = getattr(dataset, "pictures", None)
+        pictures = getattr(origin_of(dataset), "pictures", None)
         self._pictures = pictures if isinstance(pictures, PictureReader) else None
         self._asked: deque[Draw] = deque()
         self._started: list[_Started] = []  # one, or none
@@ -336,14 +302,14 @@ def _unpack(packed: Incoming, first: _First) -> Any:
 
     if isinstance(dataset, RLDataset):
         dataset.num_threads = 1
-    pictures = getattr(dataset, "pictures", None)
+    pictures = getattr(origin_of(dataset), "pictures", None)
     if isinstance(pictures, PictureReader):
         pictures.most_bytes = KEPT_BYTES // first.count
     return dataset
 
 
 def _pack(dataset: Any, key: str) -> Outgoing:
-    kind = type(dataset)
+    kind = type(origin_of(dataset))
     try:
         if kind.__module__ == "__main__":
             raise pickle.PicklingError(
@@ -366,7 +332,8 @@ def _cannot_send(what: str, key: str, error: Exception) -> str:
 
 def _files_of(dataset: Any) -> list[str]:
     """Return the files of users that define the class of a data set and its bases."""
-    names = dict.fromkeys(kind.__module__ for kind in reversed(type(dataset).__mro__))
+    classes = type(origin_of(dataset)).__mro__
+    names = dict.fromkeys(kind.__module__ for kind in reversed(classes))
     return [file for name in names if (file := file_of_user(name))]
 
 

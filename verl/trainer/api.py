@@ -458,4 +458,4 @@ class _NoRows:
         return self.num_rows
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        return {}  # for checks at start; `train` is refused before it reads rows
+        return {"raw_prompt_ids": [0]}  # for checks at start; `train` is refused before it reads

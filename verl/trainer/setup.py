@@ -13,6 +13,7 @@ from verl.config.batch_rules import uneven_mini_batches
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_picture_reader, build_sampler
 from verl.data.chat import apply_chat_template, as_messages
+from verl.data.own_rows import PromptLimit
 from verl.data.pictures import PictureReader
 from verl.data.roles import RoleCheck
 from verl.diagnostics.parts import load_user_code
@@ -186,8 +187,8 @@ def build_loaders(
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
     """Build the loaders of training batches, reshuffled every epoch, and of validation batches.
 
-    Checks the rows for agents, see `check_agents`. The second is None where there is no validation
-    set.
+    Checks the rows for agents, see `check_agents`, and the prompt lengths of data sets that are not
+    read from files, see `PromptLimit`. The second is None where there is no validation set.
     """
     data = config.data
     pictures = picture_reader(config, tokenizer)
@@ -206,19 +207,24 @@ def build_loaders(
     given_parts.check_dataset(train_dataset, names["train"])
     given_parts.check_dataset(val_dataset, names["val"])
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
+
+    encode = _encoder(tokenizer)
+    limits = {}
+    for split, name in names.items():
+        if name == "data.custom_cls":
+            name = f"{name} of data.{split}_files"
+        limits[split] = PromptLimit(name, data, encode, reads_pictures=pictures is not None)
+
+    given = train_dataset
+    train_dataset = limits["train"].keep(given)
+    if val_dataset is given:
+        val_dataset = train_dataset
+    elif val_dataset is not None:
+        val_dataset = limits["val"].keep(val_dataset)
+
     batch_size = data.train_batch_size
     if config.trainer.val_only:  # no batch is drawn
         batch_size = min(batch_size, len(train_dataset))
-
-    roles = RoleCheck(tokenizer)
-
-    def encode(prompt: Any) -> list[int]:
-        """Encode a prompt of a user's data set; files were checked when they were read."""
-        messages = as_messages(prompt)
-        roles.read(messages, 0)
-        roles.warn_at(lambda row: "A prompt of the data set", "prompts")
-        return apply_chat_template(tokenizer, messages)
-
     train_loader = RLDataLoader(
         train_dataset,
         batch_size,
@@ -230,6 +236,7 @@ def build_loaders(
         prompt_key=data.prompt_key,
         # A run that only validates draws no batch.
         num_workers=0 if config.trainer.val_only else data.dataloader_num_workers,
+        limit=limits["train"],
     )
 
     if val_dataset is None:
@@ -251,8 +258,25 @@ def build_loaders(
         drop_last=False,
         encode=encode,
         prompt_key=data.prompt_key,
+        limit=limits["val"],
     )
     return train_loader, val_loader
+
+
+def _encoder(tokenizer: Any) -> Callable[[Any], list[int]]:
+    """Return a function that encodes a prompt of a user's data set.
+
+    Files were checked when they were read.
+    """
+    roles = RoleCheck(tokenizer)
+
+    def encode(prompt: Any) -> list[int]:
+        messages = as_messages(prompt)
+        roles.read(messages, 0)
+        roles.warn_at(lambda row: "A prompt of the data set", "prompts")
+        return apply_chat_template(tokenizer, messages)
+
+    return encode
 
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
