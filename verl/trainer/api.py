@@ -131,6 +131,20 @@ class RLTrainer:
         self.has_models = self.has_trained = False
         self._calls = OneCall()
 
+    def __repr__(self) -> str:
+        trainer = self.config.trainer
+        mode = "val_only" if trainer.val_only else trainer.mode
+        model = self.config.actor_rollout_ref.model.path
+
+        step = f"step {self.ppo.global_step} of {self.ppo.total_steps}"
+        if self.missing is not None:
+            step = "no training data"
+
+        models = "models loaded" if self.has_models else "models not loaded"
+        if self._calls.is_closed:
+            models = "closed"
+        return f"<RLTrainer {mode} of {model}: {step}, {models}, in {self.ppo.checkpoints.root}>"
+
     # ---------------------------------------------------------------- properties
 
     @property
@@ -360,7 +374,9 @@ class RLTrainer:
             return
         with self._calls.last("close"):
             run = self.ppo
-            self.ppo = ClosedRun(run.tokenizer, run.metrics, run.checkpoints)
+            self.ppo = ClosedRun(
+                run.tokenizer, run.metrics, run.checkpoints, run.global_step, run.total_steps
+            )
             for part in ("_reward_model", "_reward_function", "_asked"):
                 vars(self).pop(part, None)  # cached; they keep models and processes
             try:

@@ -52,3 +52,5 @@ class ClosedRun:
     tokenizer: Any
     metrics: dict[str, float]
     checkpoints: CheckpointManager
+    global_step: int
+    total_steps: int
