@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.trainer.bad_inputs import reward_file
 from tests.trainer.runs import metric_lines, run, step_lines
-from tests.trainer.test_bad_inputs import reward_file
 
 
 def rows_of(path):
