@@ -112,7 +112,8 @@ def test_a_prompt_that_is_too_long_when_it_is_drawn_is_named(drops, way):
 
 
 def test_the_first_rows_alone_are_measured_where_none_is_dropped(monkeypatch):
-    monkeypatch.setattr(own_rows, "NUM_MEASURED", 3)
+    monkeypatch.setattr(own_rows, "MEASURED_S", 0.0)
+    monkeypatch.setattr(own_rows, "CHUNK", 3)
     rows = rows_of([3, 4, 5, 12])
     assert limit().keep(rows) is rows
     with pytest.raises(DataError, match="^train_dataset, row 3: "):

@@ -1,6 +1,7 @@
 """Read the rows of a user's own data set, and hold their prompts to the limit of tokens."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from verl.utils.user_parts import errors_of_dataset, errors_of_method, read_row
 
 Items = list[dict[str, Any]]
 
-# Rows that are measured at start where none is dropped. A data set may make millions of them.
-NUM_MEASURED = 10_000
-_CHUNK = 64  # rows that are in memory at once while they are measured
+# Seconds in which rows are measured at start where none is dropped. A data set may make millions of
+# rows, or read each from a network.
+MEASURED_S = 2.0
+CHUNK = 64  # rows that are in memory at once while they are measured
 
 
 def read_rows(dataset: Any, rows: Sequence[int]) -> Items:
@@ -121,8 +123,8 @@ class PromptLimit:
         """Return the data set; without its longer prompts if `data.filter_overlong_prompts` is set.
 
         Reads the rows once, unless longer prompts are cut: all rows if some may be dropped, else
-        the first 10,000. `fit` finds the others when they are drawn. Raises DataError for a row
-        that is too long, or has no prompt.
+        those that two seconds are enough for. `fit` finds the others when they are drawn. Raises
+        DataError for a row that is too long, or has no prompt.
         """
         drops = self.data.filter_overlong_prompts
         if isinstance(dataset, RLDataset):
@@ -131,7 +133,7 @@ class PromptLimit:
             return dataset
 
         total = len(dataset)
-        lengths, pictured = self._measure(dataset, total if drops else min(total, NUM_MEASURED))
+        lengths, pictured = self._measure(dataset, math.inf if drops else MEASURED_S)
         limit = self.data.max_prompt_length
         long = lengths > limit
         if self._cuts and not drops:
@@ -210,25 +212,31 @@ class PromptLimit:
             )
         raise DataError(too_long(place, length, limit, cuts=not pictured))
 
-    def _measure(self, dataset: Any, count: int) -> _Measured:
-        """Measure the first rows. Keeps the random states, which a data set may draw from."""
+    def _measure(self, dataset: Any, most_s: float) -> _Measured:
+        """Measure all rows, or the first ones until `most_s` seconds are over.
+
+        Keeps the random states, which a data set may draw from.
+        """
+        total = len(dataset)
         start = time.perf_counter()
         states = rng_state()
 
         lengths = []
         pictured = []
-        for first in range(0, count, _CHUNK):
-            numbers = range(first, min(first + _CHUNK, count))
+        for first in range(0, total, CHUNK):
+            numbers = range(first, min(first + CHUNK, total))
             for number, item in zip(numbers, read_rows(dataset, list(numbers))):
                 with errors_at(f"{self.name}, row {number}"):
                     ids = prompt_ids(item, self.encode, self.data.prompt_key)
                 lengths.append(len(ids))
                 pictured.append(_has_pictures(item))
+            if time.perf_counter() - start >= most_s:
+                break
 
         restore_rng_state(states)
         seconds = time.perf_counter() - start
         if seconds >= 1.0:
-            logger.info("Measured %s prompts of %s in %.1f s.", f"{count:,}", self.name, seconds)
+            logger.info("Measured %s prompts of %s in %.1f s.", f"{len(lengths):,}", self.name, seconds)
         return _Measured(np.array(lengths), np.array(pictured))
 
 
