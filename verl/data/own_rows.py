@@ -236,7 +236,9 @@ class PromptLimit:
         restore_rng_state(states)
         seconds = time.perf_counter() - start
         if seconds >= 1.0:
-            logger.info("Measured %s prompts of %s in %.1f s.", f"{len(lengths):,}", self.name, seconds)
+            logger.info(
+                "Measured %s prompts of %s in %.1f s.", f"{len(lengths):,}", self.name, seconds
+            )
         return _Measured(np.array(lengths), np.array(pictured))
 
 
