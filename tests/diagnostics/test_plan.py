@@ -127,6 +127,20 @@ def test_advice_makes_it_fit(
         assert " ".join(advice.changes) in str(profile)
 
 
+def test_advice_names_several_keys_and_the_gpus_of_the_same_host_first(tmp_path: Path):
+    one_gpu = (
+        "trainer.n_gpus_per_node=1",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=8",
+    )
+    profile = profile_memory(make_config(tmp_path, QWEN_7B, *one_gpu), device_gib=80)
+    assert not profile.fits
+
+    keys = [tuple(change.split("=")[0] for change in each.changes) for each in profile.advice]
+    assert keys[0] == ("trainer.n_gpus_per_node",)
+    assert len(set(keys)) == len(keys) > 1
+
+
 def test_plan_reports_that_no_change_helps(tmp_path: Path):
     profile = profile_memory(make_config(tmp_path, LLAMA_70B, *ONE), device_gib=10)
     assert (profile.fits, profile.advice) == (False, [])

@@ -20,8 +20,9 @@ from verl.utils.units import GIB
 # Changes made together at most, and answers given.
 MOST_CHANGES = 3
 MOST_ADVICE = 3
-# Factors by which ranks are added, in whole hosts.
+# Factors by which ranks are added, on a host and then in whole hosts.
 MORE_RANKS = (2, 4, 8)
+GPUS_OF_A_HOST = 8
 _ROLLOUT = "actor_rollout_ref.rollout"
 # Sections of the roles that are trained, and may need less memory.
 _MODELS = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
@@ -91,13 +92,17 @@ def find_advice(
     possible = [move for move in single if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Advice] = []
+        # Values of a key come the smallest change first. Larger ones would hide other keys.
+        answered: set[frozenset[str]] = set()
         for chosen in combinations(possible, count):
             pairs = tuple(chain.from_iterable(chosen))
-            if len(dict(pairs)) < len(pairs):
+            keys = frozenset(key for key, _ in pairs)
+            if len(keys) < len(pairs) or keys in answered:
                 continue
             advice = changed(pairs)
             if advice is not None and advice.plan.fits:
                 found.append(advice)
+                answered.add(keys)
                 if len(found) == MOST_ADVICE:
                     return found
         if found:
@@ -184,13 +189,19 @@ def _smaller_rollout(rollout: RolloutConfig) -> Iterator[Change]:
 
 
 def _more_ranks(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
-    """Yield more hosts or, for a single process, more ranks on its host."""
+    """Yield more ranks on each host, up to the GPUs of a usual one, and then more hosts."""
     trainer = config.trainer
+    per_host = trainer.n_gpus_per_node
+    if per_host is None and plan.placement.ranks > 1:  # launched by torchrun, which sets them
+        return
+
     for factor in MORE_RANKS:
-        if trainer.n_gpus_per_node is not None:
+        ranks = (per_host or 1) * factor
+        if ranks <= GPUS_OF_A_HOST:
+            yield (("trainer.n_gpus_per_node", ranks),)
+    if per_host is not None:
+        for factor in MORE_RANKS:
             yield (("trainer.nnodes", trainer.nnodes * factor),)
-        elif plan.placement.ranks == 1:
-            yield (("trainer.n_gpus_per_node", factor),)
 
 
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
