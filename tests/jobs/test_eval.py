@@ -18,6 +18,7 @@ from tests.trainer.runs import write_lines
 from verl.jobs import evaluation
 from verl.jobs.main_eval import main
 from verl.jobs.scores import bootstrap_intervals, majority_at_k, pass_at_k
+from verl.rewards.manager import NaiveRewardManager
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -237,12 +238,25 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
     assert evaluate(tmp_path, TWO_SOURCES) == expected
 
 
+def test_a_row_without_ground_truth_is_reported_before_any_is_scored(tmp_path, monkeypatch, capsys):
+    lines = [*TWO_SOURCES, row("toy", "4", "4") | {"reward_model": {"style": "rule"}}]
+    path = write_lines(tmp_path / "responses.jsonl", lines)
+    scored: list[Any] = []
+    monkeypatch.setattr(NaiveRewardManager, "score", lambda _self, *given: scored.append(given))
+
+    assert main([f"data.path={path}"]) == 1
+    output = capsys.readouterr().err
+    assert "row 3: The rule for data_source 'toy' needs reward_model.ground_truth" in output
+    assert "Traceback" not in output
+    assert not scored
+
+
 @pytest.mark.parametrize(
     ("line", "overrides", "message"),
     [
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
-        (row("toys", "4", "4"), [], "row 0, response 0: No reward rule for data_source 'toys'"),
+        (row("toys", "4", "4"), [], "row 0: No reward rule for data_source 'toys'"),
         (row("toy", "4", "4"), ["data.prompt_key=question"], "the column 'question' is missing"),
         (row("toy", "4", "4"), ["data.data_source_key=origin"], "the column 'origin' is missing"),
         (row("toy", "4", "4"), ["data.reward_model_key=gold"], "name it in data.reward_model_key"),

@@ -17,8 +17,10 @@ from verl.jobs.finished_batches import require_writable
 from verl.jobs.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
-from verl.rewards.manager import Scores
+from verl.rewards.manager import RewardManager, Scores
 from verl.rewards.registry import answer_extractors
+from verl.rewards.results import ground_truth_of
+from verl.rewards.rules import require_rules, require_truths
 from verl.rewards.text_tokenizer import TextTokenizer
 from verl.trainer.scored import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
@@ -136,6 +138,8 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
     train.data.reward_fn_key = "data_source"
     tokenizer = TextTokenizer()
     manager = build_reward(train, tokenizer, num_examine=0)
+    if isinstance(manager, RewardManager) and manager.by_rule:
+        check_rows(prompts, with_truth=manager.on_error == "stop")
 
     rows: list[tuple[ScoredPrompt, str]] = []
     places: list[str] = []  # of each response
@@ -176,6 +180,18 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
         )
 
     return failures
+
+
+def check_rows(prompts: Sequence[ScoredPrompt], *, with_truth: bool) -> None:
+    """Raise RewardError for the first row that no rule can score.
+
+    Runs before any response is scored, so that a row at the end does not cost the work before it.
+    """
+    sources = [(prompt.place, prompt.columns["data_source"]) for prompt in prompts]
+    require_rules(sources)
+    if with_truth:
+        truths = (ground_truth_of(prompt.columns["reward_model"]) for prompt in prompts)
+        require_truths((*source, truth) for source, truth in zip(sources, truths))
 
 
 def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -> DataProto:

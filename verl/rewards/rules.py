@@ -138,6 +138,15 @@ def require_rules(sources: Iterable[tuple[str, Any]]) -> None:
         with_rule.add(source)
 
 
+def require_truths(rows: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise RewardError for the first (place, data source, ground truth) that no rule can use."""
+    for place, source, truth in rows:
+        try:
+            require_truth(source, truth)
+        except RewardError as error:
+            raise RewardError(f"{place}: {error}") from error
+
+
 def find_rule(data_source: Any) -> Rule:
     """Return the rule of a data source.
 

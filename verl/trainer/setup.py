@@ -23,7 +23,7 @@ from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import preflight
 from verl.rewards.results import ground_truth_of
-from verl.rewards.rules import find_rule, require_truth
+from verl.rewards.rules import require_rules, require_truths
 from verl.rollout import (
     capabilities_of,
     check_engine,
@@ -34,7 +34,7 @@ from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
 from verl.trainer import given_parts
 from verl.utils.devices import visible_device
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import ConfigError
 from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 from verl.utils.phases import phase
@@ -281,17 +281,16 @@ def _encoder(tokenizer: Any) -> Callable[[Any], list[int]]:
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
     """Raise RewardError for the first row that no rule scores, for a manager that goes by rules."""
-    with_rule = set[str]()
-    rows = zip(dataset.column(manager.reward_fn_key), dataset.column("reward_model"))
-    for (place, source), (_, truth) in rows:
-        try:
-            if source not in with_rule:
-                find_rule(source)
-                with_rule.add(source)
-            if manager.on_error == "stop":
-                require_truth(source, ground_truth_of(truth))
-        except RewardError as error:
-            raise RewardError(f"{place}: {error}") from error
+    require_rules(dataset.column(manager.reward_fn_key))
+    if manager.on_error != "stop":
+        return
+
+    sources = dataset.column(manager.reward_fn_key)
+    truths = dataset.column("reward_model")
+    require_truths(
+        (place, source, ground_truth_of(truth))
+        for (place, source), (_, truth) in zip(sources, truths)
+    )
 
 
 def check_reward(
