@@ -92,6 +92,20 @@ def test_a_wrong_file_or_name_is_reported(tmp_path, monkeypatch):
         load_module("folder_of_rewards")
 
 
+@pytest.mark.parametrize(
+    ("name", "is_folder"), [(".", True), ("./parts", True), (".parts", False), ("", False)]
+)
+def test_a_folder_or_a_relative_name_is_no_module(tmp_path, monkeypatch, name, is_folder):
+    (tmp_path / "parts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"key: expected a \.py file or the dotted name"
+    ) as failure:
+        load_module(name, "key")
+    assert f"got '{name}'" in str(failure.value)
+    assert ("Give the .py file in it" in str(failure.value)) == is_folder
+
+
 def test_a_file_next_to_a_users_file_is_not_mistaken_for_a_package(tmp_path):
     (tmp_path / "helpers_of_mine.py").write_text("one = 1\n")
     (tmp_path / "reward.py").write_text("import math\nfrom helpers_of_mine import one\n")

@@ -128,6 +128,12 @@ def _with_key(key: str | None, message: str) -> str:
 
 
 def _import_by_name(name: str, key: str | None) -> ModuleType:
+    if not name or name.startswith("."):
+        message = f"Expected a .py file or the dotted name of a module, got '{name}'."
+        if name and Path(name).is_dir():
+            message += " That is a folder. Give the .py file in it."
+        raise ConfigError(_with_key(key, message))
+
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
