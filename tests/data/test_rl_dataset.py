@@ -13,7 +13,8 @@ from tests.data.rows import make_row, make_rows
 from verl.config import DataConfig
 from verl.data import RLDataset
 from verl.data.files import ArrowRows
-from verl.data.rl_dataset import check_rows, truncate
+from verl.data.prompt_limit import truncate
+from verl.data.rl_dataset import check_rows
 from verl.data.roles import RoleCheck
 from verl.utils.errors import DataError
 from verl.utils.logging import say_once

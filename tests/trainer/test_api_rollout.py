@@ -94,7 +94,7 @@ def test_a_rollout_of_another_thread_cannot_end_the_training(tmp_path):
 
 def test_a_prompt_is_truncated_if_the_data_settings_allow_it(untrained, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("verl.data.rl_dataset.say_once", lambda text, level: said.append(text))
+    monkeypatch.setattr("verl.data.prompt_limit.say_once", lambda text, level: said.append(text))
     monkeypatch.setattr(untrained.config.data, "truncation", "left")
     batch = untrained.rollout(["1 + " * 30], as_batch=True)
     assert batch.batch["attention_mask"][:, :24].sum() == 24

@@ -11,7 +11,8 @@ import numpy as np
 from verl.config import DataConfig
 from verl.data.collate import prompt_ids
 from verl.data.files import errors_at
-from verl.data.rl_dataset import RLDataset, cut_prompt, too_long
+from verl.data.prompt_limit import all_too_long, cut_prompt, rows_to_keep, too_long
+from verl.data.rl_dataset import RLDataset
 from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import DataError, VerlError
@@ -132,42 +133,13 @@ class PromptLimit:
         if self._cuts and not drops and not self.reads_pictures:
             return dataset
 
-        total = len(dataset)
         lengths, pictured = self._measure(dataset, math.inf if drops else MEASURED_S)
-        limit = self.data.max_prompt_length
-        long = lengths > limit
-        if self._cuts and not drops:
-            long &= pictured
-
-        count = int(long.sum())
-        if count == 0:
+        numbers = rows_to_keep(self.name, lengths, pictured, self.data, several="of the rows")
+        if len(numbers) == len(lengths):
             return dataset
-        if not drops:
-            first = int(np.argmax(long))
-            raise DataError(
-                too_long(
-                    f"{self.name}, row {first}",
-                    int(lengths[first]),
-                    limit,
-                    f"{count} of the rows" if count > 1 else "",
-                    cuts=not pictured[first],
-                )
-            )
-
-        if count == total:
-            raise DataError(
-                f"All prompts of {self.name} are longer than data.max_prompt_length={limit} "
-                "tokens, and data.filter_overlong_prompts drops them. Raise the limit."
-            )
-        logger.info(
-            "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
-            total - count,
-            total,
-            self.name,
-            count,
-            limit,
-        )
-        return KeptRows(dataset, np.flatnonzero(~long).tolist())
+        if len(numbers) == 0:
+            raise all_too_long(self.name, self.data)
+        return KeptRows(dataset, numbers.tolist())
 
     def fit(self, batch: DataProto, items: Items, rows: Sequence[int]) -> None:
         """Cut the longer prompts of a batch (B,), where `data.truncation` allows it.

@@ -34,6 +34,7 @@ from verl.data.files import (
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.data.picture_parts import has_picture_parts, without_picture_parts
 from verl.data.pictures import PictureReader, refuse_media
+from verl.data.prompt_limit import all_too_long, cut_prompt, rows_to_keep, too_long
 from verl.data.roles import RoleCheck
 from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
@@ -207,11 +208,7 @@ class RLDataset(Dataset):
 
     def _require_rows(self) -> None:
         if len(self._kept) == 0:
-            raise DataError(
-                f"All prompts of {', '.join(self.files)} are longer than data.max_prompt_length="
-                f"{self.config.max_prompt_length} tokens, and data.filter_overlong_prompts drops "
-                "them. Raise the limit."
-            )
+            raise all_too_long(", ".join(self.files), self.config)
 
     @property
     def fingerprint(self) -> str:
@@ -231,39 +228,16 @@ class RLDataset(Dataset):
         """
         file = self.files[source]
         num_rows = len(self._sources[source])
-        limit = self.config.max_prompt_length
-        drops = self.config.filter_overlong_prompts
-        cuts = self.config.truncation != "error"
-
+        measures = self.config.filter_overlong_prompts or self.config.truncation == "error"
         lengths = np.zeros(num_rows, dtype=np.int32)
         pictured = np.zeros(num_rows, dtype=bool)
         if self._has_pictures(source):
             lengths, pictured = self._lengths_with_pictures(source)
-        elif drops or not cuts:
+        elif measures:
             lengths = self._lengths(source)
         self._pictured.append(pictured)
 
-        long = lengths > limit
-        if cuts and not drops:
-            long &= pictured  # a cut could go through a picture
-        count = int(long.sum())
-        if count and not drops:
-            first = int(np.argmax(long))
-            length = int(lengths[first])
-            others = f"{count} rows of this file" if count > 1 else ""
-            place = f"{file}, row {first}"
-            raise DataError(too_long(place, length, limit, others, cuts=not pictured[first]))
-
-        numbers = np.flatnonzero(~long)
-        if count:
-            logger.info(
-                "Kept %d of %d rows of %s; %d are longer than data.max_prompt_length=%d.",
-                len(numbers),
-                num_rows,
-                file,
-                count,
-                limit,
-            )
+        numbers = rows_to_keep(file, lengths, pictured, self.config, several="rows of this file")
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
     def _has_pictures(self, source: int) -> bool:
@@ -313,30 +287,6 @@ class RLDataset(Dataset):
         return prompt_lengths(
             self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source]
         )
-
-
-def cut_prompt(ids: list[int], limit: int, side: str, whose: str) -> list[int]:
-    """Cut the ids of a prompt that is too long, and log it once for the prompts of `whose`."""
-    say_once(
-        f"{whose} of more than data.max_prompt_length={limit} tokens are cut, as "
-        f"data.truncation={side} asks.",
-        logging.WARNING,
-    )
-    return truncate(ids, limit, side)
-
-
-def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Cut ids to at most `limit`: "left" and "right" cut that side, "middle" keeps both ends."""
-    if len(ids) <= limit:
-        return ids
-    if side == "left":
-        return ids[-limit:]
-    if side == "right":
-        return ids[:limit]
-    if side == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise DataError(f"data.truncation must be left, right or middle to cut a prompt, got '{side}'.")
 
 
 def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
@@ -454,25 +404,3 @@ def _kept_columns(sources: list[Rows], prompt_key: str) -> list[str]:
                 f"The data's column '{name}' is left out: training writes a column of that name."
             )
     return [name for name in names if name not in _RESERVED]
-
-
-def too_long(place: str, length: int, limit: int, others: str = "", *, cuts: bool = True) -> str:
-    """Describe a prompt over the limit.
-
-    Args:
-        place: its file and row.
-        length: its tokens.
-        limit: of tokens.
-        others: names all such rows, if there are several.
-        cuts: False: it has pictures, and is never cut.
-    """
-    if others:
-        others = f" ({others} are too long)"
-    way = "data.truncation=left, right or middle (cut them)."
-    if not cuts:
-        way = "make the pictures smaller: prompts with pictures are never cut."
-    return (
-        f"{place}: the prompt has {length} tokens, data.max_prompt_length allows "
-        f"{limit}{others}. Raise it, or set data.filter_overlong_prompts=true (drop such rows) or "
-        f"{way}"
-    )

@@ -9,7 +9,8 @@ from verl.config import TrainConfig
 from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.pictures import PictureReader
-from verl.data.rl_dataset import check_prompt, cut_prompt
+from verl.data.prompt_limit import cut_prompt
+from verl.data.rl_dataset import check_prompt
 from verl.data.roles import RoleCheck
 from verl.models.pictures import pictures_of
 from verl.protocol import DataProto

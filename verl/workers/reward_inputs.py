@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.data.chat import Messages, encode_conversations
 from verl.data.picture_parts import without_picture_parts
-from verl.data.rl_dataset import truncate
+from verl.data.prompt_limit import truncate
 from verl.protocol import DataProto
 from verl.utils.errors import DataError, RewardError
 from verl.utils.logging import say_once
