@@ -49,7 +49,7 @@ def prefix_blocks(ends: IntArray, tokens: IntArray, *, fewest: int, most: int) -
 
     parts = -(-sizes // most)
     prompt = np.repeat(np.arange(len(sizes)), parts)
-    part = np.arange(len(prompt)) - np.repeat(np.cumsum(parts) - parts, parts)
+    part = joined_ranges(np.zeros_like(parts), parts)
     begin = sizes[prompt] * part // parts[prompt]
     end = sizes[prompt] * (part + 1) // parts[prompt]
     rows = starts[prompt] + begin

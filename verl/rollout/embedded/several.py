@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from verl.rollout.embedded.runner import Draws
 from verl.rollout.embedded.samples import IdLists, IntArray, Prefill
 from verl.rollout.embedded.scheduler import Scheduler
+from verl.utils.ranges import joined_ranges
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Fed:
     def drafts(cls, scheduler: Scheduler, slots: IntArray, drafts: IdLists) -> "Fed":
         """Return the last token of each of `slots` (b,), followed by its draft."""
         last = cls.last(scheduler, slots)
-        counts = [1 + len(draft) for draft in drafts]
+        counts = np.array([1 + len(draft) for draft in drafts])
         ids = [np.array([token, *draft], np.int64) for token, draft in zip(last.ids, drafts)]
-        ahead = np.concatenate([np.arange(count) for count in counts])
+        ahead = joined_ranges(np.zeros_like(counts), counts)
         return cls(
             slots.repeat(counts),
             np.concatenate(ids),
@@ -80,7 +81,7 @@ def right_draws(fed: Fed, draws: Draws) -> list[Draws]:
     tokens, _ = draws.result()
     starts = np.flatnonzero(fed.is_first)
     counts = np.diff(starts, append=len(fed.ids))
-    ahead = np.arange(len(fed.ids)) - starts.repeat(counts)
+    ahead = joined_ranges(np.zeros_like(counts), counts)
     most = int(ahead.max())
     right = fed.is_first
     for number in range(1, most + 1):
