@@ -18,7 +18,9 @@ import torch
 from rollout_work import draw_limits, draw_prompts
 
 from verl.rollout import Request, SamplingParams
+from verl.rollout.embedded.cuda_runner import FRESH_PROGRAMS, REFILL_SHARE
 from verl.rollout.embedded.device_slots import DeviceSlots
+from verl.rollout.embedded.kernels import PROCESSORS
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.prefix_blocks import neighbors
 from verl.rollout.embedded.run import Progress, Run
@@ -27,12 +29,14 @@ from verl.rollout.embedded.samples import samples_of
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.steps import Steps
 from verl.rollout.stopping import StopRule
+from verl.utils.arithmetic import ceil_div
 
 VOCABULARY = 150_000
 PAGE_SIZE = 16
 PAGES = 60_000
 PREFILL_TOKENS = 8192
-SMALL_ROWS = 264  # up to so many, steps of 2 key heads read no shared pages
+KV_HEADS = 2
+SMALL_ROWS = FRESH_PROGRAMS * PROCESSORS // KV_HEADS  # such steps read no shared pages
 
 
 class InstantRunner:
@@ -45,7 +49,7 @@ class InstantRunner:
         self.slots = DeviceSlots(
             max_num_seqs,
             0,
-            width=-(-longest // PAGE_SIZE),
+            width=ceil_div(longest, PAGE_SIZE),
             page_size=PAGE_SIZE,
             device=torch.device("cpu"),
             shifts=False,
@@ -98,7 +102,7 @@ def rollout(
         pages,
         max_num_seqs=limits.size,
         max_num_batched_tokens=PREFILL_TOKENS,
-        refill=max(1, limits.size // 16),
+        refill=max(1, int(REFILL_SHARE * limits.size)),
         prefix_caching=True,
     )
     runner.slots.forget()
