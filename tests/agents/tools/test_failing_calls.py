@@ -80,9 +80,9 @@ def test_retries_end_with_the_deadline():
     assert result.seconds < 0.5
 
 
-@pytest.mark.parametrize("tool_class", [Hostile, HostileInThread])
-@pytest.mark.parametrize("harm", ["sleep", "busy"])
-def test_a_call_that_hangs_ends_at_its_deadline(tool_class, harm):
+def harmed_and_fine(tool, harm):
+    """Return the results of a harmful call and of the one after it."""
+
     async def scenario(tools):
         session = await tools.open("test")
         result = await one(session, "hostile", harm=harm)
@@ -90,7 +90,13 @@ def test_a_call_that_hangs_ends_at_its_deadline(tool_class, harm):
         await session.finish()
         return result, after
 
-    result, after = run_with(tool_set(tool_class({}, None), timeout_s=0.3), scenario)
+    return run_with(tool_set(tool, timeout_s=0.3), scenario)
+
+
+@pytest.mark.parametrize("tool_class", [Hostile, HostileInThread])
+@pytest.mark.parametrize("harm", ["sleep", "busy"])
+def test_a_call_that_hangs_ends_at_its_deadline(tool_class, harm):
+    result, after = harmed_and_fine(tool_class({}, None), harm)
     assert result.outcome == "timeout"
     assert result.text == "Error: the tool 'hostile' did not answer within 0.3 s"
     assert 0.3 <= result.seconds < 1.5
@@ -119,14 +125,7 @@ def test_blocking_coroutine_does_not_delay_other_trajectories():
 
 @pytest.mark.parametrize("harm", ["exit", "deaf"])
 def test_unusual_coroutines_are_ended(harm):
-    async def scenario(tools):
-        session = await tools.open("test")
-        result = await one(session, "hostile", harm=harm)
-        after = await one(session, "hostile", turn=1, harm="none")
-        await session.finish()
-        return result, after
-
-    result, after = run_with(tool_set(Hostile({}, None), timeout_s=0.3), scenario)
+    result, after = harmed_and_fine(Hostile({}, None), harm)
     assert result.outcome == {"exit": "error", "deaf": "timeout"}[harm]
     assert after.text == "fine"
 
