@@ -19,8 +19,10 @@ from torch import Tensor
 from tests.cases import cases
 from tests.rollout.engines import make_engine, talkative_model
 from verl.config.rollout import SpeculativeConfig
+from verl.models.attention import Facts
 from verl.rollout import Completion, Continuation, Request, SamplingParams
 from verl.rollout.embedded import engine as engine_module
+from verl.rollout.embedded.attention import LayerShape
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.samples import IdLists, IntArray
 from verl.rollout.embedded.scheduler import Scheduler
@@ -83,11 +85,8 @@ class RememberingRunner(CudaRunner):
     def page_bytes(self) -> int:
         return 1
 
-    def _fewest_heads(self) -> int:
-        return 1
-
-    def _widest(self) -> int:
-        return 1
+    def layer_shapes(self) -> dict[torch.nn.Module, LayerShape]:
+        return {self.module: LayerShape(1, 1, 1, Facts(1.0, None, None, None))}
 
     def allocate(self, num_pages: int) -> None:
         # tokens, and the version of the weights that computed their keys

@@ -345,20 +345,29 @@ class CudaRunner(ModelRunner):
         """
         if self.deterministic or self._is_small(rows):
             return False
-        return can_share(1, self._widest(), self.twin.dtype, self.device)
+        most_heads = max(shape.heads for shape in self.layer_shapes().values())
+        group = self._query_heads // most_heads
+        return can_share(group, self._widest, self.twin.dtype, self.device)
 
     def _saves_enough(self, rows: int) -> bool:
         """Return whether it pays to read pages that `rows` rows share once."""
-        saved = self.slots.saved_tokens * rows * self._fewest_heads()
+        saved = self.slots.saved_tokens * rows * self._fewest_heads
         return saved >= SAVED_TOKENS * self._num_sms
 
     def _is_small(self, rows: int) -> bool:
         """Return whether the programs of attention, of one split each, all run at once."""
-        return rows * self._fewest_heads() <= FRESH_PROGRAMS * self._num_sms
+        return rows * self._fewest_heads <= FRESH_PROGRAMS * self._num_sms
 
+    @functools.cached_property
+    def _query_heads(self) -> int:
+        heads: int = self.module.config.get_text_config().num_attention_heads
+        return heads // (1 if self.parallel is None else self.parallel.axis.size)
+
+    @functools.cached_property
     def _fewest_heads(self) -> int:
         return min(shape.heads for shape in self.layer_shapes().values())
 
+    @functools.cached_property
     def _widest(self) -> int:
         shapes = self.layer_shapes().values()
         return max(max(shape.key_dim, shape.value_dim) for shape in shapes)
@@ -406,12 +415,12 @@ class CudaRunner(ModelRunner):
         Its memory for partial results is large enough for the layer with the most heads.
         """
         rows = kind.rows
-        widest = self._widest()
+        widest = self._widest
         split_tokens = FIXED_SPLIT if self.deterministic else None
         if split_tokens is None:
             num_splits = choose_num_splits(
                 rows,
-                self._fewest_heads(),
+                self._fewest_heads,
                 self._num_sms,
                 widest=widest,
                 eight_bits=self.cache_dtype.itemsize == 1,
@@ -422,9 +431,7 @@ class CudaRunner(ModelRunner):
 
         workspace = None
         if num_splits > 1:
-            heads: int = self.module.config.get_text_config().num_attention_heads
-            heads //= 1 if self.parallel is None else self.parallel.axis.size
-            workspace = split_workspace(rows, heads, widest, num_splits, self.device)
+            workspace = split_workspace(rows, self._query_heads, widest, num_splits, self.device)
 
         # The attention kernel rotates a fresh token by its place, and no other row may see it.
         is_supported = not self.slots.has_shifts and not kind.several
