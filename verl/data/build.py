@@ -8,6 +8,7 @@ from verl.config import DataConfig, ModelConfig, TrainConfig
 from verl.config.sft import SFTDataConfig
 from verl.data.files import has_split
 from verl.data.loader import MapDataset
+from verl.data.own_rows import count_rows
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
@@ -18,7 +19,7 @@ from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
 from verl.utils.signatures import check_keywords, declares, takes_any_keyword
-from verl.utils.user_parts import NamedPart, errors_of_method
+from verl.utils.user_parts import NamedPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,9 +177,7 @@ def _dataset_of(
     check_keywords(kind, arguments, f"data.custom_cls.name={data.custom_cls.name}")
     made = _made("data set", data.custom_cls.name, kind, arguments)
     _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")
-    with errors_of_method("data set", made, "__len__"):
-        num_rows = len(made)
-    if num_rows == 0:
+    if count_rows(made) == 0:
         raise DataError(f"data.custom_cls {kind.__name__} has no rows of {files}.")
     return made
 

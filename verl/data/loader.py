@@ -5,22 +5,15 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from verl.data.collate import collate
-from verl.data.own_rows import PromptLimit, read_rows
+from verl.data.own_rows import PromptLimit, fingerprint_of, read_rows
 from verl.data.row_processes import Draw, RowProcesses
-from verl.data.sampler import (
-    CurriculumSampler,
-    EpochSampler,
-    Sampler,
-    SeededSampler,
-    StatefulSampler,
-)
+from verl.data.sampler import GuardedSampler, Sampler, SeededSampler
 from verl.protocol import DataProto
 from verl.utils.arithmetic import ceil_div
 from verl.utils.errors import DataError
-from verl.utils.user_parts import errors_of_method
 
 
 class MapDataset(Protocol):
@@ -29,14 +22,6 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, item: int) -> dict[str, Any]: ...
-
-
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """A dataset with a digest, which is equal for datasets with the same rows in the same order."""
-
-    @property
-    def fingerprint(self) -> str: ...
 
 
 class RLDataLoader:
@@ -92,7 +77,8 @@ class RLDataLoader:
 
         Raises DataError if it has too few rows for a batch.
         """
-        num_rows = _num_rows(sampler)
+        order = GuardedSampler(sampler)
+        num_rows = len(order)
         if num_rows == 0:
             raise DataError(
                 "The dataset, or the sampler, has no rows. Give data.train_files with rows."
@@ -103,18 +89,21 @@ class RLDataLoader:
                 f"Lower data.train_batch_size to at most {num_rows}, or add data."
             )
 
-        self.sampler = sampler
-        # The order of another sampler may depend on the training so far.
-        self._draws_ahead = type(sampler) is SeededSampler
+        self._order = order
         self._epoch = 0
         self._start_epoch()
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        rows = _num_rows(self.sampler)
+        rows = len(self._order)
         if self.drop_last:
             return rows // self.batch_size
         return ceil_div(rows, self.batch_size)
+
+    @property
+    def sampler(self) -> Sampler:
+        """Return the sampler, see `order_by`."""
+        return self._order.sampler
 
     @property
     def drawn_epoch(self) -> int:
@@ -145,9 +134,7 @@ class RLDataLoader:
 
     def tell_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
-        if isinstance(self.sampler, CurriculumSampler):
-            with errors_of_method("sampler", self.sampler, "update"):
-                self.sampler.update(batch)
+        self._order.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: a few numbers, for a dataset of any size."""
@@ -156,17 +143,16 @@ class RLDataLoader:
             "taken": self._taken,
             "order": self._order_digest,
             "num_rows": len(self.dataset),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": fingerprint_of(self.dataset),
         }
-        if isinstance(self.sampler, StatefulSampler):
-            with errors_of_method("sampler", self.sampler, "state_dict"):
-                state["sampler"] = self.sampler.state_dict()
+        if self._order.has_state:
+            state["sampler"] = self._order.state_dict()
         return state
 
     def has_rows_of(self, state: dict[str, Any]) -> bool:
         """Return whether `state` was saved with the rows of this dataset."""
         saved = (state["num_rows"], state["fingerprint"])
-        return saved == (len(self.dataset), self._fingerprint())
+        return saved == (len(self.dataset), fingerprint_of(self.dataset))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position of `state`.
@@ -177,7 +163,7 @@ class RLDataLoader:
             raise DataError(
                 f"The checkpoint was made with another data set: {state['num_rows']} rows "
                 f"(fingerprint {state['fingerprint']}), this one has {len(self.dataset)} "
-                f"({self._fingerprint()}). Give the same files, tokenizer, limit of length and "
+                f"({fingerprint_of(self.dataset)}). Give the same files, tokenizer, limit of length and "
                 "filter; or go on with this data set from its first batch with "
                 "trainer.resume_mode=resume_path trainer.resume_from_path=<the checkpoint>; or "
                 "start over with trainer.resume_mode=disable."
@@ -185,12 +171,12 @@ class RLDataLoader:
 
         self._epoch = state["epoch"]
         self._start_epoch()
-        if isinstance(self.sampler, StatefulSampler):
-            self._load_sampler(self.sampler, state)
+        if self._order.has_state:
+            self._load_sampler(state)
             self._leave_finished_epoch()
             return
 
-        if 0 < state["taken"] <= _num_rows(self.sampler):
+        if 0 < state["taken"] <= len(self._order):
             self._draw(state["taken"])
         if self._order_digest != state["order"]:
             raise DataError(
@@ -205,16 +191,17 @@ class RLDataLoader:
     def _items(self, draw: Draw) -> list[dict[str, Any]]:
         if self._processes is None:
             return read_rows(self.dataset, draw.rows)
-        return self._processes.items(draw, self._next_draw() if self._draws_ahead else None)
+        following = self._next_draw() if self._order.is_known_ahead else None
+        return self._processes.items(draw, following)
 
     def _next_draw(self) -> Draw:
         """Return the next batch without moving the cursor."""
         # A copy of the iterator of a list or a range has a position of its own.
-        rows = islice(copy.copy(self._order()), self._next_size())
+        rows = islice(copy.copy(self._rows_left()), self._next_size())
         return Draw(self._epoch, self._taken, list(rows))
 
     def _next_size(self) -> int:
-        return min(self.batch_size, _num_rows(self.sampler) - self._taken)
+        return min(self.batch_size, len(self._order) - self._taken)
 
     def _leave_finished_epoch(self) -> None:
         """Move to the next epoch if this one has no further batch.
@@ -222,7 +209,7 @@ class RLDataLoader:
         That depends on the batch size, which a resumed run may change.
         """
         fewest_rows = self.batch_size if self.drop_last else 1
-        if _num_rows(self.sampler) - self._taken < fewest_rows:
+        if len(self._order) - self._taken < fewest_rows:
             self._epoch += 1
             self._start_epoch()
 
@@ -233,42 +220,29 @@ class RLDataLoader:
         self._taken = 0
         self._order_digest = ""
 
-    def _load_sampler(self, sampler: StatefulSampler, state: dict[str, Any]) -> None:
+    def _load_sampler(self, state: dict[str, Any]) -> None:
         # An epoch that has not begun starts at the first draw, as in an uninterrupted run.
         if state["taken"] == 0:
-            _restore(sampler, state["sampler"])
+            self._order.load_state_dict(state["sampler"])
             return
 
-        self._set_epoch()
-        _restore(sampler, state["sampler"])
-        self._rows = self._iterator()
+        self._order.set_epoch(self._epoch)
+        self._order.load_state_dict(state["sampler"])
+        self._rows = iter(self._order)
         self._taken = state["taken"]
         self._order_digest = state["order"]
 
-    def _set_epoch(self) -> None:
-        if isinstance(self.sampler, EpochSampler):
-            with errors_of_method("sampler", self.sampler, "set_epoch"):
-                self.sampler.set_epoch(self._epoch)
-
-    def _order(self) -> Iterator[int]:
+    def _rows_left(self) -> Iterator[int]:
         """Return the rows of the epoch that are still to come."""
         if self._rows is None:
-            self._set_epoch()
-            self._rows = self._iterator()
+            self._order.set_epoch(self._epoch)
+            self._rows = iter(self._order)
         return self._rows
-
-    def _iterator(self) -> Iterator[int]:
-        with errors_of_method("sampler", self.sampler, "__iter__"):
-            return iter(self.sampler)
 
     def _draw(self, count: int) -> list[int]:
         """Return the next `count` row numbers, and add them to the digest of the epoch's order."""
-        order = self._order()
-        with errors_of_method("sampler", self.sampler, "__iter__"):
-            drawn = list(islice(order, count))
-
         rows = []
-        for row in drawn:
+        for row in islice(self._rows_left(), count):
             try:
                 rows.append(operator.index(row))
             except TypeError as error:
@@ -279,8 +253,7 @@ class RLDataLoader:
         if len(rows) < count:
             given = self._taken + len(rows)
             raise DataError(
-                f"The sampler has len() {_num_rows(self.sampler)} but gave {given} rows. They must "
-                "agree."
+                f"The sampler has len() {len(self._order)} but gave {given} rows. They must agree."
             )
 
         for row in rows:
@@ -293,23 +266,3 @@ class RLDataLoader:
 
         self._taken += count
         return rows
-
-    def _fingerprint(self) -> str | None:
-        with errors_of_method("data set", self.dataset, "fingerprint"):
-            return self.dataset.fingerprint if isinstance(self.dataset, Fingerprinted) else None
-
-
-def _num_rows(sampler: Sampler) -> int:
-    """Return the number of rows of an epoch."""
-    with errors_of_method("sampler", sampler, "__len__"):
-        return len(sampler)
-
-
-def _restore(sampler: StatefulSampler, state: dict[str, Any]) -> None:
-    """Load a sampler's state. Its errors stay as they are: the state may be of another sampler."""
-
-    def may_be_the_state(error: BaseException) -> bool:
-        return isinstance(error, Exception)
-
-    with errors_of_method("sampler", sampler, "load_state_dict", may_be_the_state):
-        sampler.load_state_dict(state)

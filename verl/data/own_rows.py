@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -59,6 +59,26 @@ def read_rows(dataset: Any, rows: Sequence[int]) -> Items:
     return items
 
 
+def count_rows(dataset: Any) -> int:
+    """Return the length of a data set. Raises DataError with its class for an error of a user's."""
+    with errors_of_method("data set", dataset, "__len__"):
+        return len(dataset)
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A dataset with a digest, which is equal for datasets with the same rows in the same order."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """Return the digest of a data set, None without one. Raises DataError as `count_rows` does."""
+    with errors_of_method("data set", dataset, "fingerprint"):
+        return dataset.fingerprint if isinstance(dataset, Fingerprinted) else None
+
+
 class KeptRows:
     """The rows of a data set whose prompts are not too long, in their order."""
 
@@ -79,8 +99,7 @@ class KeptRows:
     @property
     def fingerprint(self) -> str:
         """Return that of the data set, if it has any, with a digest of the kept rows."""
-        with errors_of_method("data set", self.origin, "fingerprint"):
-            of_all = getattr(self.origin, "fingerprint", "")
+        of_all = fingerprint_of(self.origin) or ""
         kept = np.array(self.numbers, dtype="<i8").tobytes()
         return f"{of_all} {hashlib.blake2b(kept, digest_size=16).hexdigest()}"
 

@@ -1,11 +1,13 @@
 """The order of rows in an epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.utils.user_parts import errors_of_method
 
 
 class Sampler(Protocol):
@@ -67,6 +69,61 @@ class SeededSampler:
             return iter(range(self.num_rows))
         generator = np.random.default_rng([self.seed, self._epoch])
         return iter(generator.permutation(self.num_rows).tolist())
+
+
+class GuardedSampler:
+    """Calls a sampler for a loader. Raises errors of a user's sampler with its class and line.
+
+    Of the methods that a sampler may lack, `set_epoch` and `update` then do nothing.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.has_state = isinstance(sampler, StatefulSampler)
+        # The order of another sampler may depend on the training so far.
+        self.is_known_ahead = type(sampler) is SeededSampler
+
+    def __len__(self) -> int:
+        with self._errors_of("__len__"):
+            return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        with self._errors_of("__iter__"):
+            rows = iter(self.sampler)
+        # A loader looks ahead on a copy, and a generator has none.
+        return rows if self.is_known_ahead else self._each(rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.sampler, EpochSampler):
+            with self._errors_of("set_epoch"):
+                self.sampler.set_epoch(epoch)
+
+    def update(self, batch: DataProto) -> None:
+        if isinstance(self.sampler, CurriculumSampler):
+            with self._errors_of("update"):
+                self.sampler.update(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert isinstance(self.sampler, StatefulSampler)
+        with self._errors_of("state_dict"):
+            return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. Only an exit is named: an error may be due to another sampler's state."""
+        assert isinstance(self.sampler, StatefulSampler)
+        with self._errors_of("load_state_dict", lambda error: isinstance(error, Exception)):
+            self.sampler.load_state_dict(state)
+
+    def _each(self, rows: Iterator[int]) -> Iterator[int]:
+        with self._errors_of("__iter__"):
+            yield from rows
+
+    def _errors_of(
+        self,
+        method: str,
+        passes: Callable[[Exception | SystemExit], bool] = lambda error: False,
+    ) -> AbstractContextManager[None]:
+        return errors_of_method("sampler", self.sampler, method, passes)
 
 
 def chosen_rows(total: int, num_rows: int, *, shuffle: bool, seed: int) -> np.ndarray:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from verl.data import RLDataset
+from verl.data.own_rows import count_rows
 from verl.utils.errors import ConfigError, DataError
-from verl.utils.user_parts import describe_value, errors_of_method, read_row
+from verl.utils.user_parts import describe_value, read_row
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -97,9 +98,7 @@ def check_dataset(dataset: Any, name: str) -> None:
     if way_out is not None:
         raise DataError(f"{expected}; got {describe_value(dataset)}. {way_out}")
 
-    with errors_of_method("data set", dataset, "__len__"):
-        num_rows = len(dataset)
-    if num_rows == 0:
+    if count_rows(dataset) == 0:
         raise DataError(f"{name} has no rows. Give one with rows, or leave it out.")
     row = read_row(dataset, 0)
     if not isinstance(row, Mapping):
