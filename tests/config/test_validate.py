@@ -118,6 +118,11 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
             "custom_reward_function.path=no/such/reward.py",
             "custom_reward_function.path must be a Python file",
         ),
+        (
+            "trainer.max_actor_ckpt_to_keep=-1",
+            r"must be above 0, got -1\. Or give null \(newest checkpoints kept; null: all\)\.",
+        ),
+        ("trainer.max_critic_ckpt_to_keep=-1", r"got -1\. Or give null \(.*; null: all\)"),
         ("trainer.resume_mode=always", "resume_mode: unknown value 'always'"),
         ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
         (

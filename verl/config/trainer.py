@@ -170,7 +170,7 @@ class TrainerConfig(RunConfig):
         None, "newest checkpoints kept; null: all", above=0
     )
     max_critic_ckpt_to_keep: int | None = setting(
-        None, "the same for the critic, which lies in the same folders", above=0
+        None, "the same for the critic, which lies in the same folders; null: all", above=0
     )
     del_local_ckpt_after_load: bool = setting(
         False,

@@ -117,7 +117,9 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Messages:
         )
 
     if (bounds := _violated_bounds(key, value)) is not None:
-        yield f"{key.path} must be {bounds}, got {value}."
+        # A number such as -1 may be meant for "no limit", which is null: its help line says so.
+        or_null = f" Or give null ({setting.help})." if key.default is None else ""
+        yield f"{key.path} must be {bounds}, got {value}.{or_null}"
     elif any(isinstance(number, float) and math.isnan(number) for number in entries):
         yield f"{key.path} must be a number, got {value}."
 
