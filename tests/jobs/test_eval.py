@@ -257,6 +257,12 @@ def test_a_row_without_ground_truth_is_reported_before_any_is_scored(tmp_path, m
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
         (row("toys", "4", "4"), [], "row 0: No reward rule for data_source 'toys'"),
+        (
+            {"prompt": "1 + 1", "responses": ["2"]},
+            [],
+            "row 0: There is no data_source, which picks the reward rule. Add the column "
+            "(data.data_source_key names another one)",
+        ),
         (row("toy", "4", "4"), ["data.prompt_key=question"], "the column 'question' is missing"),
         (row("toy", "4", "4"), ["data.data_source_key=origin"], "the column 'origin' is missing"),
         (row("toy", "4", "4"), ["data.reward_model_key=gold"], "name it in data.reward_model_key"),
@@ -266,6 +272,7 @@ def test_a_row_without_ground_truth_is_reported_before_any_is_scored(tmp_path, m
         "no responses",
         "none of one row",
         "unknown source",
+        "no source",
         "no column of prompts",
         "no column of sources",
         "no column of truths",
