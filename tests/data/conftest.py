@@ -1,4 +1,4 @@
-"""A small tokenizer, and a cache folder for one test."""
+"""A small tokenizer, a model folder that reads pictures, and a cache folder for one test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from tests.data.pictured import open_reader
+from tests.vision_folders import save_vision_folder
+from verl.data.pictures import PictureReader
 from verl.data.toy import TOY_MODEL
 
 
@@ -31,3 +34,13 @@ def parquet(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path / name)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_folder(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def reader(folder: Path) -> PictureReader:
+    return open_reader(folder)

@@ -1,9 +1,11 @@
 """Rows with pictures or videos, and datasets of them."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+from tests.vision_folders import some_image
 from verl.config import DataConfig
 from verl.data.pictures import PictureReader
 from verl.data.rl_dataset import RLDataset
@@ -30,3 +32,10 @@ def dataset(folder: Path, reader: PictureReader, *rows: dict[str, Any], **config
 def row(text: str, **columns: Any) -> dict[str, Any]:
     """Return a row with a message of the user."""
     return {"prompt": [{"role": "user", "content": text}], "data_source": "x", **columns}
+
+
+def png(seed: int = 0, size: tuple[int, int] = (40, 24)) -> bytes:
+    """Return a file of `some_image`."""
+    stream = io.BytesIO()
+    some_image(seed, size).save(stream, "PNG")
+    return stream.getvalue()
