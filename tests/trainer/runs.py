@@ -63,6 +63,16 @@ def start_trainer(
     return trainer
 
 
+def varied_reward(data: DataProto, return_dict: bool = False) -> Any:
+    """Return a reward that differs between samples: the fraction of tokens with an even number."""
+    mask = data.batch["response_mask"]
+    even = ((data.batch["responses"] % 2 == 0) & mask.bool()).sum(-1) / mask.sum(-1)
+    scores = torch.zeros(mask.shape)
+    scores[torch.arange(len(mask)), mask.sum(-1) - 1] = even
+    extra = {"even": even.tolist(), "length": mask.sum(-1).tolist()}
+    return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
+
+
 def run_in_child(action: Callable[[], int]) -> int:
     """Run `action` in a forked process, so that a kill does not end the tests.
 

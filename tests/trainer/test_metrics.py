@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.runs import start_trainer
 from verl.protocol import DataProto
 from verl.rewards.results import checked_result
 from verl.trainer import scored
@@ -260,3 +261,13 @@ def test_reward_metrics_are_means_of_numeric_fields():
         "reward/some/mean": 3.0,
         "reward/parsed/mean": 3.0,
     }
+
+
+def test_the_peak_of_the_ranks_is_reported_where_the_driver_has_none(tmp_path, monkeypatch):
+    trainer = start_trainer(tmp_path, "trainer.logger=[]", "trainer.save_freq=-1")
+    peak = {"perf/max_memory_allocated_gb": 5.0}
+    monkeypatch.setattr(trainer.actor_wg.worker, "peak_memory", lambda: peak)
+    trainer.load_checkpoint()
+    trainer.run_step(next(iter(trainer.train_loader)))
+    assert trainer.metrics["perf/max_memory_allocated_gb"] == 5.0
+    assert trainer.metrics["perf/max_memory_reserved_gb"] == 0.0
