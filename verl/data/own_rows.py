@@ -11,7 +11,7 @@ import numpy as np
 from verl.config import DataConfig
 from verl.data.collate import prompt_ids
 from verl.data.files import errors_at
-from verl.data.prompt_limit import all_too_long, cut_prompt, rows_to_keep, too_long
+from verl.data.prompt_limit import all_too_long, fit_prompt, rows_to_keep
 from verl.data.rl_dataset import RLDataset
 from verl.protocol import DataProto
 from verl.utils.column_dicts import object_column
@@ -178,8 +178,7 @@ class PromptLimit:
         fitted = []
         for ids, item, row in zip(prompts, items, rows):
             if len(ids) > limit:
-                self._require_cut(item, row, len(ids))
-                ids = cut_prompt(ids, limit, self.data.truncation, f"{self.name}: prompts")
+                ids = self._cut(ids, item, row)
             fitted.append(ids)
         batch.non_tensor_batch["raw_prompt_ids"] = object_column(fitted)
 
@@ -187,21 +186,18 @@ class PromptLimit:
     def _cuts(self) -> bool:
         return self.data.truncation != "error"
 
-    def _require_cut(self, item: dict[str, Any], row: int, length: int) -> None:
-        """Raise DataError for a drawn prompt that must not be cut."""
-        pictured = _has_pictures(item)
-        if self._cuts and not pictured:
-            return
-
+    def _cut(self, ids: list[int], item: dict[str, Any], row: int) -> list[int]:
+        """Return the ids of a drawn prompt over the limit, cut to it. Raises DataError as `fit`."""
         place = f"{self.name}, row {row}"
-        limit = self.data.max_prompt_length
-        if self.data.filter_overlong_prompts:
+        pictured = _has_pictures(item)
+        if self.data.filter_overlong_prompts and (pictured or not self._cuts):
             raise DataError(
-                f"{place}: the prompt has {length} tokens, data.max_prompt_length allows {limit}. "
-                "It was shorter when data.filter_overlong_prompts measured it at start. Raise the "
-                "limit, or give the same prompt whenever the row is read."
+                f"{place}: the prompt has {len(ids)} tokens, data.max_prompt_length allows "
+                f"{self.data.max_prompt_length}. It was shorter when data.filter_overlong_prompts "
+                "measured it at start. Raise the limit, or give the same prompt whenever the row "
+                "is read."
             )
-        raise DataError(too_long(place, length, limit, cuts=not pictured))
+        return fit_prompt(ids, self.data, place, pictured=pictured, whose=f"{self.name}: prompts")
 
     def _measure(self, dataset: Any, most_s: float) -> _Measured:
         """Measure all rows, or the first ones until `most_s` seconds are over.

@@ -55,14 +55,37 @@ def rows_to_keep(
     return np.flatnonzero(~long)
 
 
-def cut_prompt(ids: list[int], limit: int, side: str, whose: str) -> list[int]:
+def fit_prompt(
+    ids: list[int], config: DataConfig, place: str, *, pictured: bool, whose: str
+) -> list[int]:
+    """Return the ids of a prompt, cut to the limit where `data.truncation` allows it.
+
+    Args:
+        ids: of its tokens.
+        config: the limit, and whether longer prompts are cut.
+        place: its file and row, for errors.
+        pictured: whether it has pictures, and is never cut.
+        whose: see `cut_prompt`.
+
+    Raises DataError for a prompt that is too long and must not be cut.
+    """
+    limit = config.max_prompt_length
+    if len(ids) <= limit:
+        return ids
+    if config.truncation == "error" or pictured:
+        raise DataError(too_long(place, len(ids), limit, cuts=not pictured))
+    return cut_prompt(ids, config, whose)
+
+
+def cut_prompt(ids: list[int], config: DataConfig, whose: str) -> list[int]:
     """Cut the ids of a prompt that is too long, and log it once for the prompts of `whose`."""
+    limit = config.max_prompt_length
     say_once(
         f"{whose} of more than data.max_prompt_length={limit} tokens are cut, as "
-        f"data.truncation={side} asks.",
+        f"data.truncation={config.truncation} asks.",
         logging.WARNING,
     )
-    return truncate(ids, limit, side)
+    return truncate(ids, limit, config.truncation)
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

@@ -34,7 +34,7 @@ from verl.data.files import (
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.data.picture_parts import has_picture_parts, without_picture_parts
 from verl.data.pictures import PictureReader, refuse_media
-from verl.data.prompt_limit import all_too_long, cut_prompt, rows_to_keep, too_long
+from verl.data.prompt_limit import all_too_long, fit_prompt, rows_to_keep
 from verl.data.roles import RoleCheck
 from verl.data.sampler import chosen_rows
 from verl.models.pictures import Pictures
@@ -117,16 +117,14 @@ class RLDataset(Dataset):
         row = self._sources[source].row(number)
         ids, messages, pictures = self._encoded(source, number, row)
 
-        limit = self.config.max_prompt_length
-        if len(ids) > limit:
-            if self.config.truncation == "error" or pictures:
-                raise DataError(
-                    too_long(
-                        f"{self.files[source]}, row {number}", len(ids), limit, cuts=not pictures
-                    )
-                )
-            whose = f"{self.files[source]}: prompts"
-            ids = cut_prompt(ids, limit, self.config.truncation, whose)
+        file = self.files[source]
+        ids = fit_prompt(
+            ids,
+            self.config,
+            f"{file}, row {number}",
+            pictured=bool(pictures),
+            whose=f"{file}: prompts",
+        )
 
         values: dict[str, Any] = {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number}
         if self.pictures is not None:

@@ -92,11 +92,10 @@ class AskedPrompts:
     def _fitted(self, number: int, ids: list[int], *, has_pictures: bool) -> list[int]:
         """Return the tokens of a prompt, cut where `data.truncation` allows it."""
         limit = self.config.data.max_prompt_length
-        truncation = self.config.data.truncation
         if len(ids) <= limit:
             return ids
 
-        if truncation == "error" or has_pictures:
+        if self.config.data.truncation == "error" or has_pictures:
             way = "set data.truncation=left, right or middle to have it cut."
             if has_pictures:
                 way = "make the pictures smaller: prompts with pictures are never cut."
@@ -104,7 +103,7 @@ class AskedPrompts:
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
                 f"Raise it, or {way}"
             )
-        return cut_prompt(ids, limit, truncation, "Prompts of rollout()")
+        return cut_prompt(ids, self.config.data, "Prompts of rollout()")
 
 
 def listed(call: str, contents: str, given: Any) -> list[Any]:
