@@ -19,7 +19,7 @@ from verl.data.roles import RoleCheck
 from verl.diagnostics.parts import load_user_code
 from verl.models.load import load_model_config, load_tokenizer
 from verl.protocol import DataProto
-from verl.rewards.build import build_reward as build_reward
+from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import preflight
 from verl.rewards.results import ground_truth_of
@@ -196,14 +196,7 @@ def build_loaders(
         "train": "data.custom_cls" if train_dataset is None else "train_dataset",
         "val": "data.custom_cls" if val_dataset is None else "val_dataset",
     }
-    has_rows = data.train_files or data.dataset_name or not config.trainer.val_only
-    if train_dataset is None and has_rows:
-        train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
-    if val_dataset is None:
-        val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
-    if train_dataset is None:
-        train_dataset = val_dataset
-    assert train_dataset is not None, "the configuration was checked"
+    train_dataset, val_dataset = _datasets(config, tokenizer, pictures, train_dataset, val_dataset)
     given_parts.check_dataset(train_dataset, names["train"])
     given_parts.check_dataset(val_dataset, names["val"])
     check_agents(config, tokenizer, train_dataset, val_dataset, pictures=pictures)
@@ -215,52 +208,93 @@ def build_loaders(
             name = f"{name} of data.{split}_files"
         limits[split] = PromptLimit(name, data, encode, reads_pictures=pictures is not None)
 
-    given = train_dataset
-    train_dataset = limits["train"].keep(given)
-    if val_dataset is given:
+    is_shared = val_dataset is train_dataset
+    train_dataset = limits["train"].keep(train_dataset)
+    if is_shared:
         val_dataset = train_dataset
     elif val_dataset is not None:
         val_dataset = limits["val"].keep(val_dataset)
 
+    train_loader = _training_loader(config, train_dataset, encode, limits["train"])
+    if val_dataset is None:
+        _require_no_validation(config)
+        return train_loader, None
+    return train_loader, _validation_loader(config, val_dataset, encode, limits["val"])
+
+
+def _datasets(
+    config: TrainConfig,
+    tokenizer: Any,
+    pictures: PictureReader | None,
+    train_dataset: Any,
+    val_dataset: Any,
+) -> tuple[Any, Any]:
+    """Return the data sets of training and validation: those of a program, or the configured ones.
+
+    A run that only validates may have no training data, and has the validation set twice then.
+    """
+    data = config.data
+    has_rows = data.train_files or data.dataset_name or not config.trainer.val_only
+    if train_dataset is None and has_rows:
+        train_dataset = build_dataset(config, tokenizer, split="train", pictures=pictures)
+    if val_dataset is None:
+        val_dataset = build_dataset(config, tokenizer, split="val", pictures=pictures)
+
+    if train_dataset is None:
+        train_dataset = val_dataset
+    assert train_dataset is not None, "the configuration was checked"
+    return train_dataset, val_dataset
+
+
+def _training_loader(
+    config: TrainConfig, dataset: Any, encode: Callable[[Any], list[int]], limit: PromptLimit
+) -> RLDataLoader:
+    data = config.data
     batch_size = data.train_batch_size
+    num_workers = data.dataloader_num_workers
     if config.trainer.val_only:  # no batch is drawn
-        batch_size = min(batch_size, len(train_dataset))
-    train_loader = RLDataLoader(
-        train_dataset,
+        batch_size = min(batch_size, len(dataset))
+        num_workers = 0
+
+    return RLDataLoader(
+        dataset,
         batch_size,
         shuffle=data.shuffle,
         seed=data.seed,
         drop_last=True,
-        sampler=build_sampler(data, train_dataset),
+        sampler=build_sampler(data, dataset),
         encode=encode,
         prompt_key=data.prompt_key,
-        # A run that only validates draws no batch.
-        num_workers=0 if config.trainer.val_only else data.dataloader_num_workers,
-        limit=limits["train"],
+        num_workers=num_workers,
+        limit=limit,
     )
 
-    if val_dataset is None:
-        if config.trainer.val_only or config.trainer.test_freq > 0:
-            raise ConfigError(
-                f"trainer.val_only={config.trainer.val_only} and "
-                f"trainer.test_freq={config.trainer.test_freq} ask for validation, but "
-                f"data.dataset_name={data.dataset_name} has no validation split. Set "
-                "data.val_files, or give a val_dataset."
-            )
-        return train_loader, None
 
-    val_batch_size = min(data.val_batch_size or len(val_dataset), len(val_dataset))
-    val_loader = RLDataLoader(
-        val_dataset,
-        val_batch_size,
+def _validation_loader(
+    config: TrainConfig, dataset: Any, encode: Callable[[Any], list[int]], limit: PromptLimit
+) -> RLDataLoader:
+    data = config.data
+    return RLDataLoader(
+        dataset,
+        min(data.val_batch_size or len(dataset), len(dataset)),
         shuffle=data.validation_shuffle,
         seed=data.seed,
         drop_last=False,
         encode=encode,
         prompt_key=data.prompt_key,
-        limit=limits["val"],
+        limit=limit,
     )
-    return train_loader, val_loader
+
+
+def _require_no_validation(config: TrainConfig) -> None:
+    """Raise ConfigError where a run without validation data is asked to validate."""
+    trainer = config.trainer
+    if trainer.val_only or trainer.test_freq > 0:
+        raise ConfigError(
+            f"trainer.val_only={trainer.val_only} and trainer.test_freq={trainer.test_freq} ask "
+            f"for validation, but data.dataset_name={config.data.dataset_name} has no validation "
+            "split. Set data.val_files, or give a val_dataset."
+        )
 
 
 def _encoder(tokenizer: Any) -> Callable[[Any], list[int]]:
