@@ -283,6 +283,19 @@ def test_a_file_without_a_package_to_decode_it_names_the_package(
         dataset(folder, reader, row(videos=["any.mp4"]))
 
 
+def test_a_file_that_cannot_be_read_is_an_error_with_its_name(
+    folder: Path, reader: PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "locked.mp4").write_bytes(b"12345")
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(DataError, match=r"locked.mp4' cannot be read .*Make it readable"):
+        reader.prepare_video("locked.mp4", folder)
+
+
 def test_a_file_is_decoded_at_the_rate_that_is_asked_for(
     folder: Path, reader: PictureReader
 ) -> None:

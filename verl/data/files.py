@@ -243,6 +243,16 @@ def is_no_media(value: Any) -> bool:
     return value is None or (isinstance(value, (list, str, bytes)) and not value)
 
 
+def read_media(file: Path) -> bytes:
+    """Return the content of a file with an image or a video. Raises DataError if it cannot."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"the file '{file}' cannot be read ({error}). Make it readable, or leave the row out"
+        ) from error
+
+
 @contextmanager
 def errors_at(place: str) -> Iterator[None]:
     """Put the place in front of the message of every DataError in the block."""

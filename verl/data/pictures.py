@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template
-from verl.data.files import Rows, is_no_media
+from verl.data.files import Rows, is_no_media, read_media
 from verl.data.picture_parts import IMAGE_SOURCES, messages_and_sources
 from verl.data.rgb import identity_of, loaded, opened, upright_rgb
 from verl.data.videos import Video, read_video
@@ -327,13 +327,7 @@ def _read(source: str, folder: Path) -> bytes:
                 "again, or leave the row out"
             ) from error
 
-    file = _find_file(source, folder)
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"the file '{file}' cannot be read ({error}). Make it readable, or leave the row out"
-        ) from error
+    return read_media(_find_file(source, folder))
 
 
 def _find_file(source: str, folder: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from verl.data.files import read_media
 from verl.data.rgb import identity_of, opened, upright_rgb
 from verl.models.pictures import Frames
 from verl.utils.errors import DataError
@@ -103,7 +104,7 @@ def read_video(
     digest = hashlib.blake2b(str(asked[1:]).encode(), digest_size=16)
     if isinstance(asked.source, str | Path):
         path = find(str(asked.source))
-        digest.update(path.read_bytes())
+        digest.update(read_media(path))
         return digest.hexdigest(), lambda: _of_file(asked, *decode_file(path, asked.choose_of_file))
 
     frames = _array(asked.source)
