@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -188,7 +189,7 @@ def encode_conversations(
 
 
 def encode_rendered(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Token ids of conversations that `render_conversation` returned, each left open."""
+    """Return the token ids of texts of `render_conversation`, each left open."""
     if not texts:
         return []
     templated = tokenizer.chat_template is not None
@@ -233,20 +234,37 @@ def render_conversation(
     """
     if tokenizer.chat_template is None:
         return plain_text(messages, add_generation_prompt=add_generation_prompt)
-    offered: Any = list(tools) if tools else None
-
-    def by_template(given: Messages) -> str:
-        text: Any = tokenizer.apply_chat_template(
-            as_template_reads(tokenizer, given),
-            tools=offered,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return text
-
+    render = partial(
+        render_by_template,
+        tokenizer,
+        add_generation_prompt=add_generation_prompt,
+        tools=list(tools) if tools else None,
+    )
     with template_errors(messages, template_key):
-        check_roles(messages, by_template)
-        return by_template(messages)
+        check_roles(messages, render)
+        return render(messages)
+
+
+def render_by_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    *,
+    add_generation_prompt: bool = False,
+    **arguments: Any,
+) -> str:
+    """Return the text of messages by the tokenizer's template.
+
+    Args:
+        add_generation_prompt: adds the text that the template puts before an answer.
+        arguments: of the template, such as `tools`.
+    """
+    text: Any = tokenizer.apply_chat_template(
+        as_template_reads(tokenizer, messages),
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **arguments,
+    )
+    return text
 
 
 def as_template_reads(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Messages:

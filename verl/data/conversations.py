@@ -13,6 +13,7 @@ from verl.data.chat import (
     as_template_reads,
     check_roles,
     encode_conversations,
+    render_by_template,
     template_errors,
 )
 from verl.utils.errors import DataError
@@ -65,7 +66,7 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
             turns.append(number)
 
     with template_errors(messages, "data.chat_template"):
-        check_roles(messages, lambda probed: _text(tokenizer, probed, arguments))
+        check_roles(messages, lambda probed: render_by_template(tokenizer, probed, **arguments))
         template = str(tokenizer.get_chat_template(tools=arguments.get("tools")))
         if _MARKER.search(template):
             return _render_marked(tokenizer, template, conversation, len(turns))
@@ -76,26 +77,9 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
                 f"no token to learn: no message has the role assistant, got {', '.join(roles)}. "
                 "Rename the roles, or leave the row out"
             )
-        text = _text(tokenizer, messages, arguments)
+        text = render_by_template(tokenizer, messages, **arguments)
         spans = [_span(tokenizer, text, messages, turn, arguments) for turn in turns]
         return Rendered(text, spans)
-
-
-def _text(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Messages,
-    arguments: dict[str, Any],
-    *,
-    opens: bool = False,
-) -> str:
-    """Render messages; `opens` adds the text that the template puts before an answer."""
-    text: Any = tokenizer.apply_chat_template(
-        as_template_reads(tokenizer, messages),
-        tokenize=False,
-        add_generation_prompt=opens,
-        **arguments,
-    )
-    return text
 
 
 def _render_marked(
@@ -127,8 +111,8 @@ def _span(
             "system message, before it"
         )
 
-    before = _text(tokenizer, messages[:turn], arguments)
-    upto = _text(tokenizer, messages[: turn + 1], arguments)
+    before = render_by_template(tokenizer, messages[:turn], **arguments)
+    upto = render_by_template(tokenizer, messages[: turn + 1], **arguments)
     for part, number in ((before, turn - 1), (upto, turn)):
         if not text.startswith(part):
             place = _common(part, text)
@@ -143,7 +127,7 @@ def _span(
 
     # The text before every answer. An answer may differ from it early, by an empty chain of
     # thought for example.
-    opened = _text(tokenizer, messages[:turn], arguments, opens=True)
+    opened = render_by_template(tokenizer, messages[:turn], add_generation_prompt=True, **arguments)
     start = _common(opened, upto)
     bare = upto.rstrip()
     # A model stops at the end of its turn; the template adds the newline that follows.
