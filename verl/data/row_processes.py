@@ -91,8 +91,7 @@ class RowProcesses:
         self._packed = _pack(dataset, self._key)
         self._first = _First(sys.path, _files_of(dataset), count, self._key)
 
-        pictures = getattr(origin_of(dataset), "pictures", None)
-        self._pictures = pictures if isinstance(pictures, PictureReader) else None
+        self._pictures = _reader_of(dataset)
         self._asked: deque[Draw] = deque()
         self._started: list[_Started] = []  # one, or none
         weakref.finalize(self, _end, self._started)  # at exit too
@@ -302,10 +301,16 @@ def _unpack(packed: Incoming, first: _First) -> Any:
 
     if isinstance(dataset, RLDataset):
         dataset.num_threads = 1
-    pictures = getattr(origin_of(dataset), "pictures", None)
-    if isinstance(pictures, PictureReader):
+    pictures = _reader_of(dataset)
+    if pictures is not None:
         pictures.most_bytes = KEPT_BYTES // first.count
     return dataset
+
+
+def _reader_of(dataset: Any) -> PictureReader | None:
+    """Return the reader of pictures of a data set, which may be a user's; None without one."""
+    pictures = getattr(origin_of(dataset), "pictures", None)
+    return pictures if isinstance(pictures, PictureReader) else None
 
 
 def _pack(dataset: Any, key: str) -> Outgoing:
