@@ -97,5 +97,5 @@ def responses_are_named(config: EvaluationConfig) -> Rows:
     )
 
 
-SHARED = SharedKeys()
+SHARED = SharedKeys((("data.data_source_key", "data.reward_fn_key"),))
 RULES = (responses_are_named, output_is_no_input, SHARED.rule_here(reward_has_what_it_needs))

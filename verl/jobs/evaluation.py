@@ -188,7 +188,7 @@ def check_rows(prompts: Sequence[ScoredPrompt], *, with_truth: bool) -> None:
     Runs before any response is scored, so that a row at the end does not cost the work before it.
     """
     sources = [(prompt.place, prompt.columns["data_source"]) for prompt in prompts]
-    require_rules(sources, key="data.data_source_key")
+    require_rules(sources)
     if with_truth:
         truths = (ground_truth_of(prompt.columns["reward_model"]) for prompt in prompts)
         require_truths((*source, truth) for source, truth in zip(sources, truths))

@@ -3,6 +3,7 @@
 import sys
 
 from verl.trainer.main_ppo import main as run_job
+from verl.utils.errors import restated
 from verl.utils.garbage import loading_packages
 
 
@@ -16,13 +17,15 @@ def job(argv: list[str]) -> None:
 
     Imports are local: a typo in a key is reported before torch loads.
     """
+    from verl.config.evaluation import SHARED
     from verl.config.load import load_config
 
     config = load_config(argv, root="evaluation")
     with loading_packages():
         from verl.jobs.evaluation import evaluate
 
-    evaluate(config)
+    with restated(SHARED.names_here):
+        evaluate(config)
 
 
 if __name__ == "__main__":

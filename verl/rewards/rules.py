@@ -125,17 +125,14 @@ def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
             )
 
 
-def require_rules(sources: Iterable[tuple[str, Any]], key: str = "data.reward_fn_key") -> None:
-    """Raise RewardError for the first (place, data source) without a rule.
-
-    `key` of the configuration names the column of the sources, for an error.
-    """
+def require_rules(sources: Iterable[tuple[str, Any]]) -> None:
+    """Raise RewardError for the first (place, data source) without a rule."""
     with_rule = set()
     for place, source in sources:
         if source in with_rule:
             continue
         try:
-            find_rule(source, key)
+            find_rule(source)
         except RewardError as error:
             raise RewardError(f"{place}: {error}") from error
         with_rule.add(source)
@@ -150,11 +147,10 @@ def require_truths(rows: Iterable[tuple[str, Any, Any]]) -> None:
             raise RewardError(f"{place}: {error}") from error
 
 
-def find_rule(data_source: Any, key: str = "data.reward_fn_key") -> Rule:
+def find_rule(data_source: Any) -> Rule:
     """Return the rule of a data source.
 
-    Raises RewardError, with the nearest sources that have one, if it has none. For a missing data
-    source it names `key`, see `require_rules`.
+    Raises RewardError, with the nearest sources that have one, if it has none.
     """
     if data_source in reward_rules:
         return reward_rules.get(data_source)
@@ -162,7 +158,7 @@ def find_rule(data_source: Any, key: str = "data.reward_fn_key") -> Rule:
     if data_source is None:
         raise RewardError(
             "There is no data_source, which picks the reward rule. Add the column "
-            f"({key} names another one), or {_WITHOUT_RULE}"
+            f"(data.reward_fn_key names another one), or {_WITHOUT_RULE}"
         )
     known = list(reward_rules)
     near = nearest_names(str(data_source), known)
