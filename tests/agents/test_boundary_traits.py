@@ -234,6 +234,20 @@ def test_an_unknown_end_of_a_turn_is_found_or_given():
     assert given.extension([USER], saying("c"), [NEXT], drawn=[start]) == ids
 
 
+def test_the_text_of_a_turn_lacks_its_end_alone():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eot>\n{% endfor %}assistant: "
+    tokenizer, _ = own(template)
+    (given,) = tokenizer.encode("<|im_start|>")  # as the closing tag of a call may be
+    _, boundary = own(template, stop_ids=[given])
+    for end in ("<eot>", tokenizer.eos_token, ""):
+        drawn = tokenizer.encode(f"<|im_start|>c d{end}", add_special_tokens=False)
+        assert boundary.text_of(drawn) == "<|im_start|>c d"
+
+    drawn = tokenizer.encode("c<|im_start|>", add_special_tokens=False)
+    assert boundary.text_of(drawn) == "c<|im_start|>"
+    assert boundary.text_of([]) == ""
+
+
 def test_a_turn_may_end_with_several_tokens():
     tokenizer, boundary = own(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|><eot>\n{% endfor %}"

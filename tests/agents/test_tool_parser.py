@@ -46,23 +46,16 @@ def test_a_class_of_a_users_file_is_a_format(angle, tokenizer):
     text = 'hi >>weather {"days": 2}'
     ids = tokenizer.encode(text)
 
-    by_ids = asyncio.run(parse_reply(fmt, tokenizer, ids, [WEATHER]))
-    assert by_ids.content == "hi "
-    assert [(call.name, call.arguments) for call in by_ids.calls] == [("weather", {"days": 2})]
-    assert fmt.parse(text, [WEATHER]) == by_ids
+    parsed = asyncio.run(parse_reply(fmt, ids, "", [WEATHER]))
+    assert parsed.content == "hi "
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("weather", {"days": 2})]
 
     for bad in ("{", "[1]", ""):
-        (call,) = fmt.parse(f">>weather {bad}", []).calls
+        ids = tokenizer.encode(f">>weather {bad}")
+        (call,) = asyncio.run(parse_reply(fmt, ids, "", [])).calls
         assert call.arguments is None
         assert call.error
         assert call.raw == bad
-
-
-def test_its_format_can_be_used_within_a_running_loop(angle, tokenizer):
-    async def parse():
-        return tool_format(angle, tokenizer).parse(">>f {}", [])
-
-    assert asyncio.run(parse()).calls[0].arguments == {}
 
 
 def test_a_class_may_take_the_tools(tokenizer):
@@ -72,7 +65,8 @@ def test_a_class_may_take_the_tools(tokenizer):
             return "", [FunctionCall(name=tools[0]["function"]["name"], arguments="{}")]
 
     try:
-        (call,) = tool_format("first-tool", tokenizer).parse("x", [WEATHER]).calls
+        fmt = tool_format("first-tool", tokenizer)
+        (call,) = asyncio.run(parse_reply(fmt, [1], "", [WEATHER])).calls
         assert call.name == "weather"
     finally:
         ToolParser._parsers.remove("first-tool")

@@ -121,6 +121,14 @@ class ChatBoundary:
         text = self._template.decode_part(drawn[: len(drawn) - self._overlap(plan, drawn)])
         return whole != prompt + text + behind
 
+    def text_of(self, drawn: Sequence[int]) -> str:
+        """Return the text of a drawn reply without the token that ends its turn.
+
+        Other special tokens stay, such as <think> and the tags of calls.
+        """
+        is_ended = bool(drawn) and drawn[-1] in self._turns.ends
+        return self._template.decode(drawn[:-1] if is_ended else drawn)
+
     def has_tools(self) -> bool:
         """Return whether the template describes tools to the model."""
         try:

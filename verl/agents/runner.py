@@ -21,7 +21,7 @@ from verl.agents.checks import (
     prompts_too_long,
 )
 from verl.agents.engine_client import EngineClient
-from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
+from verl.agents.formats import CallFormat, recognise_format, tool_format, tool_formats
 from verl.agents.formats.tool_parser import ParserFormat
 from verl.agents.interactions import InteractionSet
 from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
@@ -369,7 +369,7 @@ def _interactions_of(config: RolloutConfig) -> InteractionSet | None:
     return InteractionSet.from_config(path)
 
 
-def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) -> ToolFormat:
+def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) -> CallFormat:
     """Return the tool-call format that the configuration names or the chat template shows."""
     asked = config.multi_turn.format
     if not boundary.has_tools():

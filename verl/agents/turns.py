@@ -113,8 +113,8 @@ class _Behind:
 class Turns:
     """Finds the text between turns. Methods raise BoundaryError where the template has none.
 
-    `start` is the shortest history that the template accepts, `stop_ids` are the ids that may end a
-    reply.
+    `start` is the shortest history that the template accepts. `stop_ids` are the ids that may end a
+    reply, `ends` those of them that are no part of its text in any case.
     """
 
     def __init__(self, template: ChatTemplate, stop_ids: Iterable[int]) -> None:
@@ -122,7 +122,7 @@ class Turns:
         self._plans: dict[Any, TurnPlan] = {}
         self.start = self._shortest_history()
         self._longer = self._longer_histories()
-        self.stop_ids = self._collect_stop_ids(stop_ids)
+        self.ends, self.stop_ids = self._collect_ends(stop_ids)
 
     def plan(self, reply: Message, new: Messages, tools: Tools) -> TurnPlan:
         """Return how to extend messages of this shape."""
@@ -337,11 +337,16 @@ class Turns:
             [*self.start, called, tool_result()],
         ]
 
-    def _collect_stop_ids(self, given: Iterable[int]) -> frozenset[int]:
-        ends = self.template.known_ids(TURN_ENDS) | set(given)
+    def _collect_ends(self, given: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ids that end a turn in this template or family, and these with `given`.
+
+        A caller may give the closing tag of a tool call, which is part of the reply.
+        """
+        ends = self.template.known_ids(TURN_ENDS)
         eos_id = self.template.tokenizer.eos_token_id
         if eos_id is not None:
             ends |= {eos_id}
+        stops = ends | set(given)
 
         tail = self._text_behind(self.start, saying(REPLY), [], generate=False)
         try:
@@ -349,11 +354,13 @@ class Turns:
         except BoundaryError:
             head = tail
 
-        # A template with a token of its own: the last that stands behind a reply.
-        if ends.isdisjoint(self.template.encode_part(head)):
+        own = [each for each in self.template.encode_part(head) if each in stops][:1]
+        if not own:
+            # A template with a token of its own: the last that stands behind a reply.
             tail_ids = self.template.encode_part(tail)
-            ends |= set([each for each in tail_ids if each in self.template.special_ids][-1:])
-        return ends | self.template.known_ids(NEXT_ROLES)
+            own = [each for each in tail_ids if each in self.template.special_ids][-1:]
+        others = self.template.known_ids(NEXT_ROLES).union(own)
+        return ends | others, stops | others
 
 
 def _system() -> Message:

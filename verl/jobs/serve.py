@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.agents.boundary import ChatBoundary
-from verl.agents.formats import recognise_format, tool_format
+from verl.agents.formats import CallFormat, recognise_format, tool_format
 from verl.agents.gateway.served import ServedBackend, ServedEngine
 from verl.agents.gateway.server import GatewayServer, check_address
 from verl.agents.gateway.wording import Wording
@@ -56,7 +56,7 @@ def build_backend(config: ServeConfig) -> ServedBackend:
     device = setup.prepare_for_generation(config.trainer, train)
     rollout.max_model_len = _most_tokens(train)
     tokenizer = setup.build_tokenizer(train)
-    parse = _tool_parser(config, tokenizer)
+    call_format = _tool_format(config, tokenizer)
     api_key = _api_key(config.server.api_key_env)
     logger.info("Device: %s", describe_device(device))
     worker = RolloutWorker(
@@ -71,7 +71,7 @@ def build_backend(config: ServeConfig) -> ServedBackend:
     boundary = ChatBoundary(tokenizer)
     return ServedBackend(
         ServedEngine(engine, seed=rollout.seed),
-        Wording(tokenizer, boundary, parse),
+        Wording(tokenizer, boundary, call_format),
         params=_default_params(rollout),
         max_model_len=rollout.max_model_len,
         api_key=api_key,
@@ -111,8 +111,8 @@ def _most_tokens(train: TrainConfig) -> int:
     return min(positions or MOST_TOKENS, MOST_TOKENS)
 
 
-def _tool_parser(config: ServeConfig, tokenizer: Any) -> Any:
-    """Return the parser of tool calls; None where the template shows no known format."""
+def _tool_format(config: ServeConfig, tokenizer: Any) -> CallFormat | None:
+    """Return the format of tool calls; None where the template shows no known one."""
     name = config.server.tool_format
     if name is None:
         name = recognise_format(tokenizer.chat_template)
@@ -124,7 +124,7 @@ def _tool_parser(config: ServeConfig, tokenizer: Any) -> Any:
         return None
 
     try:
-        return tool_format(name, tokenizer).parse
+        return tool_format(name, tokenizer)
     except ConfigError as error:
         message = str(error).replace("rollout.multi_turn.format", "server.tool_format")
         raise ConfigError(message) from error

@@ -54,8 +54,8 @@ def model_that_says(dialogue: Sequence[Mapping[str, str]], steps: int = 220) -> 
 
 def wording_of(with_tools: bool = True) -> Wording:
     tokenizer = tiny_tokenizer()
-    parse = tool_format("hermes", tokenizer).parse if with_tools else None
-    return Wording(tokenizer, ChatBoundary(tokenizer), parse)
+    call_format = tool_format("hermes", tokenizer) if with_tools else None
+    return Wording(tokenizer, ChatBoundary(tokenizer), call_format)
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """Session recorder: each drawn token is trained once in its context, for any order of requests."""
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ class Client:
                 routed_experts=np.array(ids)[:, None],
             )
             drawn.append(generated)
-            replies.append(WORDING.reply(turn.prompt_ids, generated))
+            replies.append(asyncio.run(WORDING.reply(turn.prompt_ids, generated)))
             self.drawn.append((list(turn.prompt_ids), ids))
             self.conversations.append([*messages, replies[-1].message])
         turn.record(replies, drawn)

@@ -14,9 +14,16 @@ from verl.agents.formats import (  # noqa: F401 - each registers its format
 )
 from verl.agents.formats.base import ParsedReply, ToolCall, ToolFormat, new_call_id, tool_formats
 from verl.agents.formats.recognise import recognise_format
-from verl.agents.formats.tool_parser import FunctionCall, ToolParser, parse_reply, tool_format
+from verl.agents.formats.tool_parser import (
+    CallFormat,
+    FunctionCall,
+    ToolParser,
+    parse_reply,
+    tool_format,
+)
 
 __all__ = [
+    "CallFormat",
     "FunctionCall",
     "ParsedReply",
     "ToolCall",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from verl.agents.formats.base import (
     OTHER_NAMES,
@@ -20,7 +20,6 @@ from verl.agents.formats.base import (
     read_call,
     tool_formats,
 )
-from verl.agents.tools.threads import run_to_end
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.registry import Registry
@@ -104,10 +103,9 @@ class FormatParser(ToolParser):
 
 
 class ParserFormat:
-    """A user's `ToolParser` as a `ToolFormat`.
+    """A user's `ToolParser`, which reads the ids that were drawn.
 
-    Use `parse_ids` where the ids are known; `parse` has to encode its text again. Calls with
-    arguments that are no JSON object become malformed ones.
+    Calls with arguments that are no JSON object become malformed ones.
     """
 
     def __init__(self, parser: ToolParser) -> None:
@@ -115,13 +113,8 @@ class ParserFormat:
         parameters = inspect.signature(parser.extract_tool_calls).parameters
         self._takes_tools = len(parameters) > 1
 
-    def parse(self, text: str, tools: ToolSchemas) -> ParsedReply:
-        """See `ToolFormat.parse`. Errors of the user's class are raised."""
-        ids = self.parser.tokenizer.encode(text, add_special_tokens=False)
-        return run_to_end(self.parse_ids(ids, tools))
-
     async def parse_ids(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
-        """Split a reply, given as the ids that were drawn."""
+        """Split a reply into text and calls. Errors of the user's class are raised."""
         if self._takes_tools:
             content, found = await self.parser.extract_tool_calls(list(token_ids), list(tools))
         else:
@@ -129,7 +122,10 @@ class ParserFormat:
         return ParsedReply(content=content, calls=tuple(_as_call(call) for call in found))
 
 
-def tool_format(name: str, tokenizer: Any) -> ToolFormat:
+CallFormat: TypeAlias = ToolFormat | ParserFormat
+
+
+def tool_format(name: str, tokenizer: Any) -> CallFormat:
     """Return a format by its name: a user's registered `ToolParser`, or a built-in format.
 
     Raises ConfigError for an unknown name.
@@ -140,15 +136,17 @@ def tool_format(name: str, tokenizer: Any) -> ToolFormat:
 
 
 async def parse_reply(
-    tool_format: ToolFormat,
-    tokenizer: Any,
-    token_ids: Sequence[int],
-    tools: ToolSchemas,
+    tool_format: CallFormat, token_ids: Sequence[int], text: str, tools: ToolSchemas
 ) -> ParsedReply:
-    """Split a reply into text and calls, whichever kind of format it is."""
+    """Split a reply into text and calls, whichever kind of format it is.
+
+    Args:
+        token_ids: the ids that were drawn, for a user's parser.
+        text: the same with special tokens kept, for a built-in format.
+    """
     if isinstance(tool_format, ParserFormat):
         return await tool_format.parse_ids(token_ids, tools)
-    return tool_format.parse(decoded(tokenizer, token_ids), tools)
+    return tool_format.parse(text, tools)
 
 
 def built_in(name: str) -> ToolFormat:

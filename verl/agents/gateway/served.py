@@ -311,7 +311,7 @@ class ServedBackend:
 
         name = secrets.token_hex(8)
         reply = partial(self.wording.reply, prompt_ids, tools=tools, stop=params.stop)
-        return [reply(each, name=f"{name}/{number}") for number, each in enumerate(drawn)]
+        return [await reply(each, name=f"{name}/{number}") for number, each in enumerate(drawn)]
 
     def stops(self, draw: DrawSettings) -> tuple[str, ...]:
         """See `Backend.stops`."""

@@ -90,7 +90,7 @@ class SessionBackend:
                 drawn = [self._up_to_stop(each, draw.stop) for each in drawn]
             replies = []
             for number, each in zip(turn.numbers, drawn):
-                reply = self.wording.reply(
+                reply = await self.wording.reply(
                     turn.prompt_ids,
                     each,
                     tools=tools,

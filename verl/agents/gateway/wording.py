@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import Generated
-from verl.agents.formats import ParsedReply
+from verl.agents.formats import CallFormat, ParsedReply, parse_reply
 from verl.agents.formats.base import ToolSchemas
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import Message
@@ -17,9 +17,6 @@ from verl.utils.errors import VerlError
 
 _BROKEN = "\ufffd"  # a character of which some bytes are missing
 _CALL_ID_CHARACTERS = 9  # as the templates of Mistral's models demand
-
-# Reads the tool calls in the text of a reply.
-Parse = Callable[[str, ToolSchemas], ParsedReply]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +59,19 @@ class Wording:
     Args:
         tokenizer: of the model.
         boundary: of its chat template.
-        parse: reads the tool calls of a reply, `parse(text, tools) -> ParsedReply`. None: requests
-            with tools are refused.
+        tool_format: of the model's tool calls. None: requests with tools are refused.
     """
 
-    def __init__(self, tokenizer: Any, boundary: ChatBoundary, parse: Parse | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, boundary: ChatBoundary, tool_format: CallFormat | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.boundary = boundary
-        self.parse = parse
-        self._special = frozenset(tokenizer.all_special_ids)
+        self.tool_format = tool_format
 
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raise ApiError for tools, if no format of tool calls is known."""
-        if tools and self.parse is None:
+        if tools and self.tool_format is None:
             raise ApiError(
                 "This model's format of tool calls is not known, so `tools` cannot be offered to "
                 "it. Leave them out, or name the format: multi_turn.format of the rollout in "
@@ -115,7 +112,7 @@ class Wording:
         """Return the text of one token, special or not."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def reply(
+    async def reply(
         self,
         prompt_ids: Sequence[int],
         drawn: Generated | Completion,
@@ -140,8 +137,9 @@ class Wording:
         finish_reason = drawn.finish_reason
         calls: tuple[dict[str, Any], ...] = ()
         reasoning = ""
-        if tools and self.parse is not None:
-            parsed = self._parsed(drawn.token_ids, tools)
+        if tools and self.tool_format is not None:
+            text = self.boundary.text_of(drawn.token_ids)
+            parsed = await parse_reply(self.tool_format, drawn.token_ids, text, tools)
             content, calls = read_calls(parsed, name)
             reasoning = parsed.reasoning
         if finish_reason == "stop":
@@ -157,15 +155,6 @@ class Wording:
             tool_calls=calls,
             reasoning=reasoning,
         )
-
-    def _parsed(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
-        """Read the tool calls of a reply."""
-        assert self.parse is not None
-        kept = list(token_ids)
-        while kept and kept[-1] in self._special:
-            kept.pop()
-        # Special tokens mark tool calls in some formats.
-        return self.parse(self.tokenizer.decode(kept, skip_special_tokens=False), tools)
 
 
 def read_calls(parsed: ParsedReply, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:

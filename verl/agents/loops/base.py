@@ -8,9 +8,8 @@ from typing import Any, Protocol
 from verl.agents.boundary import ChatBoundary
 from verl.agents.conversation import Conversation
 from verl.agents.engine_client import EngineClient, Generated
-from verl.agents.formats import ParsedReply, ToolFormat, parse_reply, recognise_format
-from verl.agents.formats.base import ToolSchemas, without_end
-from verl.agents.formats.tool_parser import decoded
+from verl.agents.formats import CallFormat, ParsedReply, parse_reply, recognise_format
+from verl.agents.formats.base import ToolSchemas
 from verl.agents.interactions import InteractionSet
 from verl.agents.policies import FrozenPolicy, PartnerPolicy
 from verl.agents.row_options import option_of
@@ -112,7 +111,7 @@ class AgentContext:
     boundary: ChatBoundary
     model: ModelConfig | None = None
     run: TrainConfig | None = None
-    format: ToolFormat | None = None
+    format: CallFormat | None = None
     tools: ToolSet | None = None
     interactions: InteractionSet | None = None
     pictures: PictureReader | None = None
@@ -220,14 +219,14 @@ class AgentContext:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Decode a drawn turn without its end. Other special tokens stay, such as <think>."""
-        ends = [token for token in (self.tokenizer.eos_token, self.tokenizer.pad_token) if token]
-        return without_end(decoded(self.tokenizer, token_ids), ends)
+        return self.boundary.text_of(token_ids)
 
     async def parse(self, token_ids: Sequence[int], tools: ToolSchemas) -> ParsedReply:
         """Read the tool calls of a drawn turn."""
+        text = self.text_of(token_ids)
         if self.format is None or not tools:
-            return ParsedReply(content=self.text_of(token_ids), calls=())
-        return await parse_reply(self.format, self.tokenizer, token_ids, tools)
+            return ParsedReply(content=text, calls=())
+        return await parse_reply(self.format, token_ids, text, tools)
 
 
 def check_prompt(episode: Episode, prompt_ids: Sequence[int], limit: int) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from verl.agents.formats import tool_format
+from verl.agents.formats import CallFormat, tool_format
 from verl.agents.gateway import require_aiohttp
 from verl.agents.gateway.wording import Wording
 from verl.agents.loops.base import AgentContext, Episode, EpisodeDropped, agent_loops
@@ -32,7 +32,7 @@ class GatewayAgentLoop:
         require_aiohttp("An agent behind the gateway (actor_rollout_ref.rollout.agent.gateway)")
         self.context = context
         self._agent = agent
-        self._wording = Wording(context.tokenizer, context.boundary, _parser(context))
+        self._wording = Wording(context.tokenizer, context.boundary, _tool_format(context))
         self._num_playing = 0
         self._gateway: asyncio.Future[GatewayLoop] | None = None
         self._open = AsyncExitStack()
@@ -85,10 +85,10 @@ class GatewayAgentLoop:
         await opened.aclose()
 
 
-def _parser(context: AgentContext) -> Any:
-    """Return the parser of tool calls; None where the chat template shows no known format."""
+def _tool_format(context: AgentContext) -> CallFormat | None:
+    """Return the format of tool calls; None where the chat template shows no known one."""
     name = context.format_name
-    return None if name is None else tool_format(name, context.tokenizer).parse
+    return None if name is None else tool_format(name, context.tokenizer)
 
 
 agent_loops.register(GATEWAY_AGENT)(GatewayAgentLoop)
