@@ -431,6 +431,28 @@ def test_keywords_are_checked_before_an_episode(name, config, fact):
     check_environment("calculator", {"max_turns": 3})
 
 
+@pytest.mark.parametrize("kind", ["gym", "skyrl", "own"])
+def test_keywords_of_a_class_are_checked_before_an_episode(kind, tmp_path):
+    first = "init" if kind == "skyrl" else "reset"
+    file = tmp_path / "worlds.py"
+    file.write_text(
+        "class World:\n"
+        f"    verl_adapter = {None if kind == 'own' else kind!r}\n"
+        "    def __init__(self, size=3): ...\n"
+        f"    def {first}(self): ...\n"
+        "    def step(self, action): ...\n"
+    )
+    world = f"{file}:World"
+    check_environment(world, {"size": 4})
+    with pytest.raises(ConfigError, match=r"World' do not fit.*argument 'sise'"):
+        check_environment(world, {"sise": 4})
+
+    if kind != "own":
+        check_environment(kind, {"env": world, "size": 4})
+        with pytest.raises(ConfigError, match=r"World' do not fit.*argument 'sise'"):
+            check_environment(kind, {"env": world, "sise": 4})
+
+
 def test_packages_of_an_environment_are_named_before_an_episode(tmp_path, monkeypatch):
     def make(name, **config):
         importlib.import_module("a_package_that_is_missing")

@@ -105,6 +105,21 @@ def class_or_maker(name: str, library: str, install: str) -> Callable[..., Any]:
     return partial(require(library, f"The environment '{name}'", install).make, name)
 
 
+def require_keywords(make: Callable[..., Any], keywords: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError for keywords of an environment that its class or maker does not take."""
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # no signature: the first episode will show a mistake
+        return
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"The keywords of the environment '{name}' do not fit: {error}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs."
+        ) from error
+
+
 def require_methods(cls: type, methods: Collection[str], where: str) -> None:
     """Raise ConfigError for a class that lacks one of the methods."""
     missing = [method for method in methods if not callable(getattr(cls, method, None))]

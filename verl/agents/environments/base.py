@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from verl.agents.user_thread import flag_of, is_finite_number
-from verl.utils.errors import RolloutError
+from verl.utils.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RolloutError,
+    VerlError,
+    describe_error,
+)
+from verl.utils.imports import missing_package
 from verl.utils.json_text import whole_characters, whole_number
 from verl.utils.registry import Registry
 
@@ -104,6 +111,31 @@ class Adapter:
 
 # Makers by name: f(**config) -> an environment for one episode.
 environments: Registry[Callable[..., Any]] = Registry("environment")
+
+
+def check_made(library: str, env: str, make: Callable[[], Adapter]) -> None:
+    """Make and close one world of a library, which imports the packages that it needs then.
+
+    Args:
+        env: the library's id of the world.
+        make: makes it.
+
+    Raises:
+        ConfigError: the id is unknown, the keywords do not fit, or no text stands for its actions.
+        MissingDependencyError: a package that the world needs is not installed.
+    """
+    try:
+        make().close()
+    except ModuleNotFoundError as error:
+        reason = missing_package(error) or f"{error}."
+        raise MissingDependencyError(f"The environment '{env}' of {library}: {reason}") from error
+    except VerlError as error:
+        raise ConfigError(f"The environment '{env}': {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{library} cannot make '{env}': {describe_error(error)}. Correct "
+            "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
+        ) from error
 
 
 def name_of(environment: Any) -> str:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from verl.agents.entries import class_or_maker, names_a_class
+from verl.agents.entries import class_or_maker, names_a_class, require_keywords
 from verl.agents.environments.base import (
     ActionError,
     Adapter,
     Observation,
+    check_made,
     environments,
     name_of,
     refused_action,
@@ -16,7 +17,7 @@ from verl.agents.environments.base import (
     user_message,
 )
 from verl.agents.environments.gym_spaces import action_reader, observation_text
-from verl.utils.errors import ConfigError, RolloutError, VerlError, describe_error
+from verl.utils.errors import RolloutError
 from verl.utils.signatures import taken_by
 
 _INSTALL = "pip install gymnasium"
@@ -121,7 +122,7 @@ def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
     Raises:
         MissingDependencyError: `env` is an id and gymnasium is not installed.
     """
-    world = gym_maker(env)(**kwargs)
+    world = _maker(env)(**kwargs)
     if names_a_class(env):
         return GymEnvironment(world)
     return GymEnvironment(
@@ -130,26 +131,18 @@ def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
 
 
 def check_gym(env: str, **kwargs: Any) -> None:
-    """Import the class that `env` names, or make and close one world of gymnasium's id.
+    """Check the keywords of the class that `env` names, or make one world of gymnasium's id.
 
-    Raises ConfigError for an unknown id, keywords that do not fit it, and a world whose actions no
-    text stands for.
+    Raises ConfigError and MissingDependencyError, see `check_made`.
     """
-    gym_maker(env)
+    make = _maker(env)
     if names_a_class(env):
-        return
-    try:
-        make_gym(env, **kwargs).close()
-    except VerlError as error:
-        raise ConfigError(f"The environment '{env}': {error}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"gymnasium cannot make '{env}': {describe_error(error)}. Correct "
-            "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
-        ) from error
+        require_keywords(make, kwargs, env)
+    else:
+        check_made("gymnasium", env, partial(make_gym, env, **kwargs))
 
 
-def gym_maker(env: str) -> Callable[..., Any]:
+def _maker(env: str) -> Callable[..., Any]:
     """Return the class that `env` names, or the library's own `make` for its id."""
     return class_or_maker(env, "gymnasium", _INSTALL)
 

@@ -1,16 +1,21 @@
 """Environments by name: built-in ones, adapters, and users' classes."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
-from verl.agents.entries import checked_roles, load_class, names_a_class, require_methods
+from verl.agents.entries import (
+    checked_roles,
+    load_class,
+    names_a_class,
+    require_keywords,
+    require_methods,
+)
 
 # These register themselves.
 from verl.agents.environments import calculator as _calculator  # noqa: F401
 from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
-from verl.agents.environments.base import environments
+from verl.agents.environments.base import Adapter, environments
 from verl.agents.environments.gym import GymEnvironment, check_gym
 from verl.agents.environments.openenv import check_openenv
 from verl.agents.environments.session import EnvironmentSession
@@ -78,14 +83,7 @@ def check_environment(name: str, config: Mapping[str, Any]) -> None:
         ConfigError: the name or a class is unknown, or the keywords do not fit.
         MissingDependencyError: the library of an adapter is not installed.
     """
-    make = find_environment(name)
-    try:
-        inspect.signature(make).bind(**config)
-    except TypeError as error:
-        raise ConfigError(
-            f"The keywords of the environment '{name}' do not fit: {error}. Correct "
-            "actor_rollout_ref.rollout.agent.environment.kwargs."
-        ) from error
+    require_keywords(find_environment(name), config, name)
     check = _CHECKS.get(name)
     if check is not None:
         check(**config)
@@ -122,10 +120,19 @@ def adapted(cls: type, where: str) -> Callable[..., Any]:
 
     if kind == "skyrl":
         require_methods(cls, ("init", "step"), where)
-        return lambda **config: SkyRLEnvironment(cls(**config))
+        return _adapting(SkyRLEnvironment, cls)
     if kind is None and hasattr(cls, "play"):
         return cls
     require_methods(cls, _METHODS, where)
     if kind == "gym":
-        return lambda **config: GymEnvironment(cls(**config))
+        return _adapting(GymEnvironment, cls)
     return cls
+
+
+def _adapting(adapter: Callable[[Any], Adapter], cls: type) -> Callable[..., Adapter]:
+    """Return a maker of a user's class in an adapter, with the signature of the class."""
+
+    def make(**config: Any) -> Adapter:
+        return adapter(cls(**config))
+
+    return update_wrapper(make, cls, updated=())

@@ -1,24 +1,20 @@
 """Environments in the shape of SkyRL-gym's `BaseTextEnv`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
-from verl.agents.entries import class_or_maker, names_a_class
+from verl.agents.entries import class_or_maker, names_a_class, require_keywords
 from verl.agents.environments.base import (
     Adapter,
     Observation,
+    check_made,
     environments,
     field_of,
     name_of,
     required_flag,
 )
-from verl.utils.errors import (
-    ConfigError,
-    MissingDependencyError,
-    RolloutError,
-    describe_error,
-)
-from verl.utils.imports import missing_package
+from verl.utils.errors import RolloutError
 
 _INSTALL = "pip install skyrl-gym"
 _MISSING = object()
@@ -80,24 +76,15 @@ def make_skyrl(env: str, **kwargs: Any) -> SkyRLEnvironment:
 
 
 def check_skyrl(env: str, **kwargs: Any) -> None:
-    """Import the class that `env` names, or make and close one environment of SkyRL-gym's id.
+    """Check the keywords of the class that `env` names, or make one world of SkyRL-gym's id.
 
-    The library imports an environment, with the packages that it needs, when it is made. Raises
-    ConfigError for an unknown id and for keywords that do not fit it.
+    Raises ConfigError and MissingDependencyError, see `check_made`.
     """
     make = _maker(env)
     if names_a_class(env):
-        return
-    try:
-        SkyRLEnvironment(make(**kwargs)).close()
-    except ModuleNotFoundError as error:
-        reason = missing_package(error) or f"{error}."
-        raise MissingDependencyError(f"The environment '{env}' of SkyRL-gym: {reason}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"SkyRL-gym cannot make '{env}': {describe_error(error)}. Correct "
-            "actor_rollout_ref.rollout.agent.environment.kwargs, or name a class of yours."
-        ) from error
+        require_keywords(make, kwargs, env)
+    else:
+        check_made("SkyRL-gym", env, partial(make_skyrl, env, **kwargs))
 
 
 def _maker(env: str) -> Callable[..., Any]:
