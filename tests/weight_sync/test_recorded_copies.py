@@ -137,6 +137,23 @@ def test_parameters_that_moved_are_recorded_anew():
     assert model.calls == calls + 2, "the new record is proved, too"
 
 
+class FilledTwice(FusedModel):
+    def load_one(self, name, tensor):
+        if name == "embedding":
+            self.embedding[VOCABULARY:].data.fill_(7)
+        super().load_one(name, tensor)
+
+
+def test_of_two_constants_of_one_place_the_last_is_replayed():
+    model = FilledTwice()
+    loads = RecordedLoad(model)
+    for seed in range(3):
+        drop_memory(model)
+        loads.load(hand_over(seed))
+        check_loaded(model, seed)
+        assert loads.is_recorded
+
+
 @pytest.mark.parametrize("change", [{"norm": (HIDDEN + 6,)}, {"dtype": torch.float32}])
 def test_a_tensor_of_another_form_ends_replays(change, caplog):
     caplog.set_level(logging.INFO, "verl")

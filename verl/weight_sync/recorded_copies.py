@@ -22,6 +22,7 @@ from verl.weight_sync.fingerprint import fingerprints
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 _Form = tuple[torch.Size, torch.dtype]
+_Place = tuple[int, int]  # address and bytes
 _Batch = Sequence[tuple[str, Tensor]]
 
 
@@ -187,7 +188,6 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.fault: str | None = None
         self.forms: dict[str, _Form] = {}
-        self.fills: list[tuple[Tensor, Any]] = []
         self.owners: list[_Owner] = []
         for module in model.modules():
             for key, parameter in module._parameters.items():
@@ -199,8 +199,9 @@ class _Watch(TorchDispatchMode):
         self._parameters = _Ranges(model.named_parameters())
         self._buffers = _Ranges(model.named_buffers())
         self._handed = _Ranges(())
-        # By address and length: of two copies to one place, as of tied weights, the last counts.
-        self._copies: dict[tuple[int, int], _Copy] = {}
+        # Of two copies to one place, as of tied weights, the last counts.
+        self._copies: dict[_Place, _Copy] = {}
+        self._fills: dict[_Place, tuple[Tensor, Any]] = {}
         if self._parameters.overlapping is not None:
             self.fault = f"'{self._parameters.overlapping}' shares memory with another parameter"
 
@@ -208,6 +209,11 @@ class _Watch(TorchDispatchMode):
     def copies(self) -> list[_Copy]:
         """The copies of all buckets."""
         return list(self._copies.values())
+
+    @property
+    def fills(self) -> list[tuple[Tensor, Any]]:
+        """Places that get a constant, such as padding, with their values."""
+        return list(self._fills.values())
 
     def over(self, tensors: _Batch) -> "_Watch":
         """Return the context in which these tensors are loaded."""
@@ -291,7 +297,7 @@ class _Watch(TorchDispatchMode):
 
         offset = (source.data_ptr() - self._handed.starts[name]) // source.itemsize
         copy = _Copy(name, offset, source.stride(), destination.detach())
-        place = (destination.data_ptr(), destination.nbytes)
+        place = _place(destination)
         self._copies.pop(place, None)
         self._copies[place] = copy
         return None
@@ -299,9 +305,7 @@ class _Watch(TorchDispatchMode):
     def _fault_of_fill(self, destination: Tensor, value: Any) -> str | None:
         if not destination.is_contiguous():
             return f"separate places of '{self._parameters.find(destination)}' are filled"
-        known = {(place.data_ptr(), place.nbytes) for place, _ in self.fills}
-        if (destination.data_ptr(), destination.nbytes) not in known:
-            self.fills.append((destination.detach(), value))
+        self._fills[_place(destination)] = destination.detach(), value
         return None
 
     def _fault_of_other(
@@ -350,6 +354,10 @@ class _Ranges:
         if position < 0 or tensor.data_ptr() >= self._found[position][1]:
             return None
         return self._found[position][2]
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _form(tensor: Tensor) -> _Form:
