@@ -57,6 +57,12 @@ async def wrong(base_url, api_key, row):
     await run(base_url, api_key, row)
     return "very good"
 
+async def of_four(base_url, api_key, row, settings):
+    return 1.0
+
+async def of_any(*arguments):
+    return await run(*arguments)
+
 async def silent(base_url, api_key, row):
     return 1.0
 
@@ -239,6 +245,7 @@ def test_program_is_killed_with_its_children(model, tmp_path: Path):
         ({"path": "FILE", "name": "runn"}, "has no 'runn'. Nearest names in it: run"),
         ({"path": "FILE", "name": "two"}, "must be a function"),
         ({"path": "FILE", "name": "ask"}, r"must take \(base_url, api_key, row\), got \(client"),
+        ({"path": "FILE", "name": "of_four"}, "missing a required argument: 'settings'"),
         ({"command": " "}, "must name a program"),
         ({"command": "nodee agent.js"}, "must begin with a program, got 'nodee', which is none on"),
         ({"command": "node 'agent.js"}, "a shell reads them, got .*No closing quotation"),
@@ -249,6 +256,11 @@ def test_missing_agent_is_an_error(file: Path, settings: dict[str, str], says: s
     arguments: dict[str, Any] = {"path": None, **given}
     with pytest.raises(ConfigError, match=says):
         load_agent(**arguments)
+
+
+def test_an_agent_may_take_any_arguments(file: Path):
+    agent = load_agent(str(file), "of_any")
+    agent.close()
 
 
 @pytest.mark.parametrize(

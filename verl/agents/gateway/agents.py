@@ -101,12 +101,13 @@ class FunctionAgent:
     def __init__(self, function: Callable[..., Any], title: str) -> None:
         if not callable(function):
             raise ConfigError(f"The agent {title} must be a function, got {type(function)}.")
-        parameters = list(inspect.signature(function).parameters)
-        if len(parameters) < len(ARGUMENTS):
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*ARGUMENTS)
+        except TypeError as error:
             raise ConfigError(
-                f"The agent {title} must take ({', '.join(ARGUMENTS)}), got "
-                f"({', '.join(parameters)})."
-            )
+                f"The agent {title} must take ({', '.join(ARGUMENTS)}), got {signature}: {error}."
+            ) from error
         self.function = function
         self._thread = UserThread("verl-agents")
 
