@@ -14,7 +14,7 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.checks import checked_ids
 from verl.rollout.trajectory import MODEL, Segment
 from verl.rollout.types import Completion, Continuation, Request, SamplingParams
-from verl.utils.errors import RolloutError
+from verl.utils.errors import DataError, RolloutError
 
 # Rows of a batch are below this, so that a sample id holds row and turn side by side.
 _ROWS = 1 << 32
@@ -191,6 +191,22 @@ class EngineClient:
     def params(self) -> SamplingParams:
         """Sampling parameters of all turns."""
         return self.steps.params
+
+    def room_after(self, prompt_ids: Sequence[int], title: str) -> int:
+        """Return the most tokens that fit after a prompt. Raises DataError where none fits.
+
+        Args:
+            title: of the turn that draws, for the message.
+        """
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"{title} has a prompt of {len(prompt_ids)} tokens, which leaves no room in "
+                f"{self.max_model_len}. End the episode before, raise "
+                "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
+                "actor_rollout_ref.rollout.agent.on_error=drop."
+            )
+        return room
 
     async def generate(
         self,

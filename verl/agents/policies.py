@@ -26,7 +26,7 @@ from verl.rewards.json_client import JsonClient, authorization, chat_advice
 from verl.rollout import RolloutEngine, create_rollout_engine
 from verl.rollout.sampling import sample_keys
 from verl.rollout.types import Room, SamplingParams
-from verl.utils.errors import ConfigError, DataError, RewardError, RolloutError
+from verl.utils.errors import ConfigError, RewardError, RolloutError
 from verl.utils.logging import logger
 
 _KEY = "actor_rollout_ref.rollout.agent.policies"
@@ -101,14 +101,8 @@ class EnginePolicy:
         """See `FrozenPolicy.reply`."""
         assert self._client is not None, "serve comes first"
         prompt_ids = self._template.encode(self._template.render(messages))
-        room = self.longest - len(prompt_ids)
-        if room < 1:
-            raise DataError(
-                f"The conversation of the role '{self.role}' in sample {row} has {len(prompt_ids)} "
-                f"tokens, which leaves no room in {self.longest}. End the episode before, raise "
-                "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
-                "actor_rollout_ref.rollout.agent.on_error=drop."
-            )
+        title = f"The role '{self.role}' in sample {row}"
+        room = self._client.room_after(prompt_ids, title)
         drawn = await self._client.generate(prompt_ids=prompt_ids, row=row, turn=turn, limit=room)
         return self.tokenizer.decode(drawn.token_ids, skip_special_tokens=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl.agents.engine_client import Generated
 from verl.agents.loops.base import AgentContext, Episode
 from verl.rollout.types import SamplingParams
-from verl.utils.errors import DataError, RolloutError
+from verl.utils.errors import RolloutError
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 # Sampling parameters that change no token: log-probs are always recorded, and loops get ids.
@@ -128,18 +128,11 @@ class ServerManager:
         self._turns[policy] += 1
 
         ids = _plain_ids(prompt_ids)
-        longest = self._context.client.max_model_len
-        most = longest - len(ids)
-        if most < 1:
-            raise DataError(
-                f"Turn {turn} of sample {self._episode.row} has a prompt of {len(ids)} tokens, "
-                f"which leaves no room in {longest}. End the episode before, raise "
-                "actor_rollout_ref.rollout.max_model_len, or drop such episodes: "
-                "actor_rollout_ref.rollout.agent.on_error=drop."
-            )
+        client = self._context.client_of(policy)
+        most = client.room_after(ids, f"Turn {turn} of sample {self._episode.row}")
 
         with self._timed():
-            drawn = await self._context.client_of(policy).generate(
+            drawn = await client.generate(
                 prompt_ids=ids,
                 row=self._episode.row,
                 turn=turn,
