@@ -103,8 +103,10 @@ def check_rows(
         maker = agent_loops.get(name)
         if isinstance(maker, UserLoopMaker):
             maker.check()
-    _check_tools(config, tools, column, has_interactions=interactions is not None)
-    _check_interactions(config, interactions, tools, column)
+    options = _OptionChecks(tools, interactions)
+    for row in _rows(config, column):
+        options.check(row)
+    options.end()
     _check_policies(config, names)
     environment = config.agent.environment
     if environment.name is not None:
@@ -198,51 +200,53 @@ def _answering(config: RolloutConfig) -> Iterator[tuple[str, str | None, str]]:
     yield "agent.gateway.command", agent.gateway.command, GATEWAY_AGENT
 
 
-def _check_tools(
-    config: RolloutConfig, tools: ToolSet | None, column: Column, *, has_interactions: bool
-) -> None:
-    """Check the names of tools in the rows; warn of tools and rows that never meet."""
-    _check_shapes(config, column)
-    if tools is None:
-        for row in _rows(config, column):
-            named = list(present(row.tools_kwargs))
-            if named and not (has_interactions and row.interaction_kwargs):
-                logger.warning(
-                    "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row "
-                    "is played without. Set %s.multi_turn.tool_config_path.",
-                    row.place,
-                    named[0],
-                    _SECTION,
-                )
-                return
-        return
+class _OptionChecks:
+    """Checks the options of all rows, and that they reach the configured tools and users.
 
-    known = list(tools.names)
-    unused = set(known)
-    for row in _rows(config, column):
-        offered = row.offered
-        unknown = sorted({*present(row.tools_kwargs), *(offered or ())} - set(known))
-        if unknown:
-            raise DataError(
-                f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured "
-                f"file has. Nearest known: {nearest_names(unknown[0], known)}. Add the tool to the "
-                "file, or correct the row."
+    Reading the options of a large file takes seconds, so all checks share one pass.
+    """
+
+    def __init__(self, tools: ToolSet | None, interactions: InteractionSet | None) -> None:
+        self._tools = tools
+        self._interactions = interactions
+        self._known = [] if tools is None else list(tools.names)
+        self._unused = set(self._known)
+        self._is_user_reached = False
+        self._warned: set[str] = set()  # messages, each of which names the first row alone
+
+    def check(self, row: _Row) -> None:
+        """Check one row. Raises DataError naming file and row."""
+        self._check_shapes(row)
+        if self._tools is None:
+            self._warn_of_missing_tools(row)
+        else:
+            self._check_tools(row)
+        if row.interaction_kwargs:
+            self._check_interaction(row)
+
+    def end(self) -> None:
+        """Check that the rows reach all tools, and the interactions. Raises ConfigError."""
+        if self._unused:
+            logger.warning(
+                "The tools %s are configured, but every row names others in tools_kwargs, so no "
+                "model is offered them. Name them in the rows, or leave them out.",
+                ", ".join(sorted(self._unused)),
             )
-        if row.loop not in _WITHOUT_TOOLS:
-            unused -= set(known if offered is None else offered)
+        if self._interactions is not None and not self._is_user_reached:
+            raise ConfigError(
+                f"{_SECTION}.multi_turn.interaction_config_path is set, but no row has "
+                "interaction_kwargs in extra_info, so no interaction would ever answer. Add them "
+                "({name: ..., ...}), or leave the path out."
+            )
 
-    if unused:
-        logger.warning(
-            "The tools %s are configured, but every row names others in tools_kwargs, so no model "
-            "is offered them. Name them in the rows, or leave them out.",
-            ", ".join(sorted(unused)),
-        )
+    def _warn(self, message: str, *values: str) -> None:
+        """Log a warning for the first row that it is about."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
 
-
-def _check_shapes(config: RolloutConfig, column: Column) -> None:
-    """Check that the rows' options have the shape that agents read."""
-    has_warned = False
-    for row in _rows(config, column):
+    def _check_shapes(self, row: _Row) -> None:
+        """Check that a row's options have the shape that agents read."""
         place = row.place
         kwargs = row.tools_kwargs
         if isinstance(row.tool_selection, str):
@@ -253,16 +257,56 @@ def _check_shapes(config: RolloutConfig, column: Column) -> None:
         _require_mapping(f"{place}: interaction_kwargs", row.interaction_kwargs, "{name: ..., ...}")
         _require_mapping(f"{place}: tools_kwargs", kwargs, "{tool: {create_kwargs: {...}, ...}}")
         if row.loop != _ANSWERED:  # a loop of the user's may read other keys
-            continue
+            return
 
-        if row.need_tools_kwargs and not present(kwargs) and not has_warned:
-            has_warned = True
-            logger.warning("%s: need_tools_kwargs is set, but the row has no tools_kwargs.", place)
+        if row.need_tools_kwargs and not present(kwargs):
+            self._warn("%s: need_tools_kwargs is set, but the row has no tools_kwargs.", place)
         for tool, sections in present(kwargs).items():
             where = f"tools_kwargs of the tool '{tool}'"
             expected = "{create_kwargs: {...}, execute_kwargs: {...}, ...}"
             _require_mapping(f"{place}: {where}", sections, expected)
             _check_sections(place, where, sections)
+
+    def _warn_of_missing_tools(self, row: _Row) -> None:
+        named = list(present(row.tools_kwargs))
+        if named and not (self._interactions is not None and row.interaction_kwargs):
+            self._warn(
+                "%s: tools_kwargs names the tool '%s', but no tools are configured, so the row is "
+                f"played without. Set {_SECTION}.multi_turn.tool_config_path.",
+                row.place,
+                named[0],
+            )
+
+    def _check_tools(self, row: _Row) -> None:
+        """Check the names of tools in a row."""
+        offered = row.offered
+        unknown = sorted({*present(row.tools_kwargs), *(offered or ())} - set(self._known))
+        if unknown:
+            raise DataError(
+                f"{row.place}: tools_kwargs names the tool '{unknown[0]}', which no configured "
+                f"file has. Nearest known: {nearest_names(unknown[0], self._known)}. Add the tool "
+                "to the file, or correct the row."
+            )
+        if row.loop not in _WITHOUT_TOOLS:
+            self._unused -= set(self._known if offered is None else offered)
+
+    def _check_interaction(self, row: _Row) -> None:
+        """Check the interaction that a row asks for."""
+        self._is_user_reached = True
+        if self._interactions is not None:
+            try:
+                self._interactions.session(row.interaction_kwargs)
+            except VerlError as error:
+                raise DataError(f"{row.place}: {error}") from error
+            return
+
+        # Rows made for either, as verl's of GSM8K are, have chosen where the run has tools.
+        if self._tools is None or not present(row.tools_kwargs):
+            self._warn(
+                "%s: the row has interaction_kwargs, but no interactions are configured, so no "
+                f"user answers. Set {_SECTION}.multi_turn.interaction_config_path.",
+                row.place,
+            )
 
 
 def _check_sections(place: str, where: str, sections: Mapping[str, Any]) -> None:
@@ -284,42 +328,6 @@ def _check_sections(place: str, where: str, sections: Mapping[str, Any]) -> None
 def _require_mapping(where: str, value: Any, expected: str) -> None:
     if value is not None and not isinstance(value, Mapping):
         raise DataError(f"{where} must be {expected}, got {type(value).__name__}: {value!r:.80}.")
-
-
-def _check_interactions(
-    config: RolloutConfig,
-    interactions: InteractionSet | None,
-    tools: ToolSet | None,
-    column: Column,
-) -> None:
-    """Check the interactions that the rows ask for."""
-    reached = False
-    for row in _rows(config, column):
-        if not row.interaction_kwargs:
-            continue
-        reached = True
-
-        if interactions is None:
-            if tools is not None and present(row.tools_kwargs):
-                continue  # made for either, as verl's rows of GSM8K are, and the run has chosen
-            logger.warning(
-                "%s: the row has interaction_kwargs, but no interactions are configured, so no "
-                "user answers. Set %s.multi_turn.interaction_config_path.",
-                row.place,
-                _SECTION,
-            )
-            return
-        try:
-            interactions.session(row.interaction_kwargs)
-        except VerlError as error:
-            raise DataError(f"{row.place}: {error}") from error
-
-    if interactions is not None and not reached:
-        raise ConfigError(
-            f"{_SECTION}.multi_turn.interaction_config_path is set, but no row has "
-            "interaction_kwargs in extra_info, so no interaction would ever answer. Add them "
-            "({name: ..., ...}), or leave the path out."
-        )
 
 
 def _check_policies(config: RolloutConfig, names: Collection[str]) -> None:
