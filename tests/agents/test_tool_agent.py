@@ -9,7 +9,8 @@ import pytest
 from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
 from tests.agents.tool_files import call
 from verl.agents.rendering import ChatTemplate
-from verl.utils.errors import VerlError
+from verl.agents.tools import ToolSession
+from verl.utils.errors import DataError, VerlError
 
 pytestmark = pytest.mark.usefixtures("one_nursery")
 
@@ -260,6 +261,23 @@ def test_simulated_user_answers_until_satisfied(quiz: str, tmp_path: Path):
     assert trajectory.extra["turn_scores"] == [0.0, 1.0]
     assert trajectory.turn_rewards == {0: 0.0, 1: 1.0}
     assert metrics["agent_loop/ended_by/user"] == 1
+    assert (tmp_path / "finalized").read_text().split() == ["0-0"]
+
+
+def test_a_user_is_finalized_also_where_the_tools_cannot_end(
+    tools: str, quiz: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def fail(session: ToolSession) -> dict[str, float]:
+        raise DataError("the record has no end of the trajectory")
+
+    monkeypatch.setattr(ToolSession, "finish", fail)
+    config = rollout_config(
+        multi_turn__interaction_config_path=quiz, multi_turn__function_tool_path=tools
+    )
+    kwargs = {"interaction_kwargs": {"name": "quiz", "answer": "4"}}
+    tokenizer = chat_tokenizer()
+    with pytest.raises(DataError, match="no end of the trajectory"):
+        play(config, tokenizer, lambda *_: "4", [episode(tokenizer, 0, extra_info=kwargs)])
     assert (tmp_path / "finalized").read_text().split() == ["0-0"]
 
 

@@ -90,12 +90,14 @@ class ToolAgentLoop:
                 await self._turn(play)
         finally:
             # Also where the episode is cancelled: tools and users may hold resources.
-            if play.tools is not None:
-                tool_rewards = await play.tools.finish()
-                if play.tools.consequence == "drop" and play.failure is None:
-                    play.drop("calc_reward of a tool failed")
-            if play.user is not None:
-                await play.user.finalize()
+            try:
+                if play.tools is not None:
+                    tool_rewards = await play.tools.finish()
+                    if play.tools.consequence == "drop" and play.failure is None:
+                        play.drop("calc_reward of a tool failed")
+            finally:
+                if play.user is not None:
+                    await play.user.finalize()
 
         for name, seconds in play.seconds.items():
             self.context.tally.note(name, seconds)
