@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -335,6 +336,19 @@ def test_missing_ranks_are_named(monkeypatch, tmp_path):
     with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not connect within 0.1 s"):
         spmd_rank.connect_all(3, 0.1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_may_connect_at_the_last_moment(monkeypatch, tmp_path):
+    def admit(door):
+        time.sleep(0.1)
+        return {1: "peer"}
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: HashStore())
+    monkeypatch.setattr(links.Door, "admit", admit)
+    peers, folder = spmd_rank.connect_all(2, 0.05)
+    shutil.rmtree(folder)
+    assert peers == {1: "peer"}
 
 
 def test_breadcrumbs_survive_the_objects_that_they_describe(tmp_path, monkeypatch):

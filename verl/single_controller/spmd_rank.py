@@ -56,16 +56,16 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[Peers, Path]:
     peers: Peers = {}
     ends_at = time.monotonic() + timeout_s
 
-    while len(peers) < world_size - 1:
+    while len(peers) < world_size - 1 and time.monotonic() < ends_at:
         peers |= door.admit()
-        if time.monotonic() > ends_at:
-            remove_scratch(Path(door.folder))
-            missing = sorted(set(range(1, world_size)) - set(peers))
-            raise WorkerLostError(
-                f"Ranks {missing} of {world_size} did not connect within {timeout_s:g} s."
-            )
 
     door.close()
+    missing = sorted(set(range(1, world_size)) - set(peers))
+    if missing:
+        remove_scratch(Path(door.folder))
+        raise WorkerLostError(
+            f"Ranks {missing} of {world_size} did not connect within {timeout_s:g} s."
+        )
     return peers, Path(door.folder)
 
 
