@@ -108,10 +108,10 @@ class MalformedCallError(ValueError):
     `name` and `call_id` are those of the call, as far as they are known.
     """
 
-    def __init__(self, problem: str, name: str = "", call_id: str | None = None) -> None:
+    def __init__(self, problem: str, name: str = "") -> None:
         super().__init__(problem)
         self.name = name
-        self.call_id = call_id
+        self.call_id: str | None = None  # noted by `known_as`
 
 
 # ---------------------------------------------------------------- calls

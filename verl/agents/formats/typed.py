@@ -36,7 +36,7 @@ def call_of_texts(name: str, texts: Mapping[str, str], tools: ToolSchemas) -> To
         try:
             arguments[key] = convert(text, schemas.get(key))
         except MalformedCallError as problem:
-            raise MalformedCallError(f"parameter '{key}' {problem}", name) from problem
+            raise MalformedCallError(f"parameter '{key}' {problem}") from problem
     return ToolCall(name=name, arguments=arguments)
 
 
