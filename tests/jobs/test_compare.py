@@ -1,5 +1,6 @@
 """`verl compare`: the planted difference is found, and nothing else."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,48 @@ def test_one_equal_step_is_no_range():
     shown = str(Comparison([difference], keys=[], steps=[0, 1, 2], notes=[]))
     assert shown.startswith("Step 0 is equal to the last bit.\n")
     assert str(Comparison([], keys=[], steps=[3], notes=[])) == "Step 3 is equal to the last bit."
+
+
+def test_a_damaged_line_is_reported_and_its_step_does_not_count_as_equal(
+    first: Path, tmp_path: Path, capsys
+):
+    copied = copy_of_run(first, tmp_path)
+    file = copied / "records/steps.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    (place,) = [number for number, line in enumerate(lines) if line.startswith('{"step": 3,')]
+    lines[place] = lines[place][:100] + "\n"
+    file.write_text("".join(lines))
+    capsys.readouterr()
+
+    assert main(["compare", str(first), str(copied)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "Steps 0 to 2, 4 to 8 are equal to the last bit."
+    assert f"A line of {file} is damaged" in shown[1]
+    assert shown[2:] == ["Step 3 is recorded by the first run alone."]
+
+
+def test_parts_that_one_run_alone_has_recorded_are_named(first: Path, tmp_path: Path):
+    one = verl.load_run(first)
+    other = verl.load_run(copy_of_run(first, tmp_path))
+    for step in (7, 8):
+        del one.steps[step]
+    for line in other.steps.values():
+        line.columns.pop("advantages", None)
+        line.metrics.pop("actor/pg_loss", None)
+        line.weights.clear()
+
+    found = compare_runs(one, other)
+    assert str(found).splitlines()[-3:] == [
+        "Steps 0 to 6 are equal to the last bit.",
+        "Recorded by the first run alone, and not compared: advantages, metric actor/pg_loss, "
+        "weights of the actor.",
+        "Steps 7 to 8 are recorded by the second run alone.",
+    ]
+    assert compare_runs(one, one).notes == []
+
+
+def copy_of_run(folder: Path, target: Path) -> Path:
+    return Path(shutil.copytree(folder / "records", target / "records")).parent
 
 
 def test_times_of_agents_do_not_differ(tmp_path: Path, capsys):

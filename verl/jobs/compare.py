@@ -138,9 +138,19 @@ class Comparison:
 
 
 def _span(steps: list[int]) -> str:
-    """Return steps as the subject of a sentence, with its verb."""
-    first, last = steps[0], steps[-1]
-    return f"Step {first} is" if first == last else f"Steps {first} to {last} are"
+    """Return steps as the subject of a sentence, with its verb, such as "Steps 0 to 2, 4 are"."""
+    ranges: list[tuple[int, int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], step)
+        else:
+            ranges.append((step, step))
+
+    shown = []
+    for first, last in ranges:
+        shown.append(f"{first}" if first == last else f"{first} to {last}")
+    listed = ", ".join(shown)
+    return f"Step {listed} is" if len(steps) == 1 else f"Steps {listed} are"
 
 
 def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> Comparison:
@@ -159,9 +169,12 @@ def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> 
 
     tolerances.check_names(one, other)
 
-    notes: list[str] = []
+    notes = [*one.damage, *other.damage]
+    notes += _parts_alone("first", one, other, steps)
+    notes += _parts_alone("second", other, one, steps)
     if not tolerances.is_exact:
         notes.append("Compared with a tolerance: weights by the checkpoints of both runs alone.")
+
     differences: list[Difference] = []
     for step in steps:
         pair = _Step(one, other, step, tolerances, notes)
@@ -171,6 +184,41 @@ def compare_runs(one: Run, other: Run, tolerances: Tolerances | None = None) -> 
     notes = list(dict.fromkeys(notes))
     keys = changed_keys(one.config, other.config)
     return Comparison(differences, keys, steps, notes, tolerances.is_exact)
+
+
+def _parts_alone(which: str, run: Run, other: Run, steps: Iterable[int]) -> list[str]:
+    """Return notes on steps, and on parts of `steps`, that `run` has recorded and `other` has not.
+
+    Lines without columns do not count: a run begins with one, and so does the replay of a step.
+    """
+    notes = []
+    steps_alone = sorted(run.steps.keys() - other.steps.keys())
+    if steps_alone:
+        notes.append(f"{_span(steps_alone)} recorded by the {which} run alone.")
+
+    names: dict[str, None] = {}  # keeps the order of the lines
+    for step in steps:
+        line = run.steps[step]
+        peer = other.steps[step]
+        if line.columns and peer.columns:
+            known = set(_parts(peer))
+            for name in _parts(line):
+                if name not in known:
+                    names[name] = None
+    if names:
+        shown = textwrap.shorten(", ".join(names), _MOST_CHARACTERS, placeholder=" ...")
+        notes.append(f"Recorded by the {which} run alone, and not compared: {shown}.")
+    return notes
+
+
+def _parts(line: StepLine) -> Iterator[str]:
+    """Yield the names of everything in a line that is compared."""
+    yield from line.columns
+    for name in line.metrics:
+        if not _NOT_COMPARED.match(name):
+            yield f"metric {name}"
+    for role in line.weights:
+        yield f"weights of the {role}"
 
 
 def _names_with_tolerance(runs: Iterable[Run]) -> set[str]:
