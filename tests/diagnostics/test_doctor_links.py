@@ -1,5 +1,7 @@
 """Links between Ray nodes: measured between two nodes on this machine, and judged."""
 
+import re
+
 import pytest
 
 pytest.importorskip("ray", reason="the optional backend is not installed")
@@ -9,6 +11,7 @@ from ray.cluster_utils import Cluster
 import verl.utils
 from verl.diagnostics.connectivity import judge
 from verl.single_controller.ray_links import Link
+from verl.utils.errors import ConfigError
 
 GOOD = [
     Link(f"n{i} (10.0.0.{i}, aa)", f"n{j} (10.0.0.{j}, bb)", 0.001, 1e9)
@@ -41,6 +44,28 @@ def test_two_nodes():
         assert 1e5 < link.bytes_per_s < 1e11
 
     assert str(found).count("GB/s") >= 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"megabytes": 0}, "(megabytes=...) must be a whole number, at least 1, got 0"),
+        ({"megabytes": 1.5}, "got 1.5"),
+        ({"rounds": "20"}, "(rounds=...) must be a whole number, at least 1, got '20'"),
+        ({"deadline_s": -1}, "(deadline_s=...) must be a number of seconds above 0, got -1"),
+        ({"deadline_s": "60"}, "got '60'"),
+        (
+            {"megabyte": 8},
+            "'megabyte', which is no argument of it or of ray.init. Nearest known: m",
+        ),
+        ({"adress": "auto"}, "Nearest known: address"),
+        ({"address": 6379}, "must be a text such as HOST:6379, ray://HOST:10001"),
+    ],
+)
+def test_wrong_arguments_are_errors_and_no_verdict_on_nodes(argument, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        verl.utils.test_ray_connectivity(**argument)
+    assert not ray.is_initialized()
 
 
 def test_good_links_give_one_finding():

@@ -1,13 +1,18 @@
 """`verl.utils.test_ray_connectivity`: judge latency and bandwidth between all nodes of Ray."""
 
 import importlib
+import inspect
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from verl.diagnostics.findings import Finding
+from verl.utils.errors import ConfigError
 from verl.utils.imports import require
+from verl.utils.registry import nearest_names
 
 if TYPE_CHECKING:
     from verl.single_controller.ray_links import Link
@@ -53,19 +58,65 @@ def test_ray_connectivity(
 
     Args:
         megabytes: size of the object to transfer.
-        rounds: of empty calls; the median counts.
-        deadline_s: for one pair.
-        ray_init: of `ray.init`, as `address="auto"`; an initialised Ray is used as it is. Without
-            an address it is the cluster that runs here or that RAY_ADDRESS names, else one of this
-            machine for as long as this takes.
+        rounds: number of empty calls; the median counts.
+        deadline_s: seconds that one pair may take.
+        ray_init: arguments of `ray.init`, as `address="auto"`; an initialised Ray is used as it is.
+            Without an address it is the cluster that runs here or that RAY_ADDRESS names, else one
+            of this machine for as long as this takes.
 
     Raises:
+        ConfigError: an argument has another type or size, or neither this call nor `ray.init` has
+            it, or no cluster answers.
         MissingDependencyError: Ray is not installed.
     """
-    require("ray", "test_ray_connectivity()", "pip install 'ray>=2.40'")
+    _check_whole("megabytes", megabytes)
+    _check_whole("rounds", rounds)
+    _check_seconds("deadline_s", deadline_s)
+    ray = require("ray", "test_ray_connectivity()", "pip install 'ray>=2.40'")
+    _check_ray_arguments(ray_init, ray.init)
+
     ray_links = importlib.import_module("verl.single_controller.ray_links")
     links = ray_links.measure_links(megabytes * 10**6, rounds, deadline_s, **ray_init)
     return Connectivity(links=links, findings=judge(links))
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"test_ray_connectivity({name}=...) must be a whole number, at least 1, got {value!r}."
+        )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(
+            f"test_ray_connectivity({name}=...) must be a number of seconds above 0, got {value!r}."
+        )
+
+
+def _check_ray_arguments(given: Mapping[str, Any], init: Callable[..., Any]) -> None:
+    """Raise ConfigError for a keyword that neither this call nor `ray.init` has.
+
+    Names with a leading underscore are settings of Ray that its signature does not list.
+    """
+    known = ["megabytes", "rounds", "deadline_s", *inspect.signature(init).parameters]
+    known.append("allow_multiple")  # of Ray Client, which takes it from `kwargs`
+
+    for name in given:
+        is_hidden = name.startswith("_")
+        if name not in known and not is_hidden:
+            raise ConfigError(
+                f"test_ray_connectivity() got '{name}', which is no argument of it or of ray.init. "
+                f"Nearest known: {nearest_names(name, known)}."
+            )
+
+    address = given.get("address")
+    if address is not None and not isinstance(address, str):
+        raise ConfigError(
+            "test_ray_connectivity(address=...) must be a text such as HOST:6379, "
+            f"ray://HOST:10001, auto or local, got {address!r}."
+        )
 
 
 def judge(links: "Sequence[Link]") -> list[Finding]:
