@@ -20,15 +20,16 @@ import pyarrow as pa
 
 from verl.data.files import load_from_hub, require_columns
 from verl.data.json_rows import read_json_rows
-from verl.data.raw_files import raw_folder, write_tables
+from verl.data.raw_files import raw_folder, require_rows, require_texts, write_tables
 from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
 FILES = {"humaneval": "HumanEval.jsonl", "mbpp": "mbpp.jsonl"}
-COLUMNS = {
+TEXTS = {
     "humaneval": ("task_id", "prompt", "test", "entry_point", "canonical_solution"),
-    "mbpp": ("task_id", "text", "code", "test_list", "test_setup_code"),
+    "mbpp": ("text", "code", "test_setup_code"),
 }
+OTHERS = {"humaneval": (), "mbpp": ("task_id", "test_list")}
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in one Python code block.\n\n"
 )
@@ -109,14 +110,18 @@ def main(arguments: list[str] | None = None) -> None:
     splits: dict[str, list[dict[str, Any]]] = {}
 
     for index, raw in enumerate(read_raw(options.local_dataset_path, options.dataset)):
-        require_columns(raw, COLUMNS[options.dataset], f"{options.dataset} row {index}")
+        place = f"{options.dataset} row {index}"
+        require_columns(raw, OTHERS[options.dataset], place)
+        require_texts(raw, TEXTS[options.dataset], place)
         made = make(raw)
         if made is not None:
             split, row = made
             splits.setdefault(split, []).append(row)
 
     tables = {split: pa.Table.from_pylist(rows) for split, rows in splits.items()}
-    write_tables(options.local_save_dir or f"~/data/{options.dataset}", tables)
+    require_rows(list(tables), options.dataset)
+    folder = options.local_save_dir
+    write_tables(f"~/data/{options.dataset}" if folder is None else folder, tables)
 
 
 if __name__ == "__main__":

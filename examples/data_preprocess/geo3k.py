@@ -18,7 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from verl.data.files import load_from_hub, open_rows, require_columns
-from verl.data.raw_files import raw_folder, write_tables
+from verl.data.raw_files import raw_folder, require_texts, write_tables
+from verl.data.rgb import open_picture
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError, describe_error
 
@@ -65,12 +66,7 @@ def make_row(
     """
     place = f"{file}, row {index}"
     require_columns(raw, ("problem", "images", "answer"), place)
-    for column in ("problem", "answer"):
-        if not isinstance(raw[column], str):
-            raise DataError(
-                f"{place}: the column '{column}' must be a text, got {raw[column]!r:.80}. Write "
-                "it, or take the row out."
-            )
+    require_texts(raw, ("problem", "answer"), place)
 
     given = raw["images"]
     if not isinstance(given, list) or not given:
@@ -80,6 +76,10 @@ def make_row(
         )
     try:
         images = [image_of(image, folder) for image in given]
+        for image in images:
+            open_picture(image["bytes"])
+    except DataError as error:
+        raise DataError(f"{place}: a picture cannot be read: {error}.") from error
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{place}: a picture cannot be read ({describe_error(error)}). Correct its "

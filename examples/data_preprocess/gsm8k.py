@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, require_columns
+from verl.data.files import load_from_hub
 from verl.data.json_rows import read_json_rows
-from verl.data.raw_files import raw_folder, write_tables
+from verl.data.raw_files import raw_folder, require_rows, require_texts, write_tables
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
@@ -52,15 +52,7 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
     Raises DataError for one without question, or without an answer with its number.
     """
-    columns = ("question", "answer")
-    require_columns(raw, columns, f"{split} row {index}")
-    for column in columns:
-        if not isinstance(raw[column], str):
-            raise DataError(
-                f"{split} row {index}: the column '{column}' must be a text, got "
-                f"{raw[column]!r:.80}. Write the text, or take the row out."
-            )
-
+    require_texts(raw, ("question", "answer"), f"{split} row {index}")
     ground_truth = extract_answer(raw["answer"])
     if ground_truth is None:
         raise DataError(
@@ -117,6 +109,7 @@ def write_splits(
         rows = []
         for index, raw in enumerate(read_raw(options.local_dataset_path, split)):
             rows.append(make_row(raw, split, index))
+        require_rows(rows, split)
         tables[split] = pa.Table.from_pylist(rows)
     write_tables(options.local_save_dir, tables)
 

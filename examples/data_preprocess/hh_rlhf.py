@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl.data.files import load_from_hub, require_columns
+from verl.data.files import load_from_hub
 from verl.data.json_rows import read_json_rows
-from verl.data.raw_files import raw_folder, write_tables
+from verl.data.raw_files import raw_folder, require_texts, write_tables
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
 
@@ -57,9 +57,9 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | No
     """Return one row as the trainer reads it.
 
     None for a pair that does not differ in a last answer to the same prompt. Raises DataError for
-    one that lacks a column.
+    one that lacks a column, or has no text in it.
     """
-    require_columns(raw, ("chosen", "rejected"), f"{split} row {index}")
+    require_texts(raw, ("chosen", "rejected"), f"{split} row {index}")
     chosen = split_turns(raw["chosen"])
     rejected = split_turns(raw["rejected"])
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl.data.files import load_from_hub, require_columns
+from verl.data.files import load_from_hub
 from verl.data.json_rows import read_json_rows
-from verl.data.raw_files import raw_folder, write_tables
+from verl.data.raw_files import raw_folder, require_texts, write_tables
 from verl.rewards.builtin.math import last_boxed
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
@@ -51,13 +51,14 @@ def final_answer(raw: dict[str, Any]) -> str | None:
     """Return the answer, or the last \\boxed{} of the solution; None where there is neither."""
     given = raw.get("answer")
     if given in (None, ""):
-        return last_boxed(raw.get("solution") or "")
+        solution = raw.get("solution")
+        return last_boxed(solution) if isinstance(solution, str) else None
     return str(given)
 
 
 def make_row(raw: dict[str, Any], answer: str, split: str, index: int) -> dict[str, Any]:
     """Return one row as the trainer reads it. Raises DataError for one without a problem."""
-    require_columns(raw, ("problem",), f"{split} row {index}")
+    require_texts(raw, ("problem",), f"{split} row {index}")
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],

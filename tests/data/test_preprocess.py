@@ -129,6 +129,58 @@ def test_a_missing_raw_folder_is_named_and_nothing_is_written(tmp_path, script, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "name"),
+    [
+        ("gsm8k", [], "train"),
+        ("gsm8k_multiturn_w_tool", [], "train"),
+        ("code_problems", ["--dataset", "mbpp"], "mbpp"),
+    ],
+)
+def test_a_raw_file_without_rows_is_an_error_and_nothing_is_written(
+    tmp_path, script, arguments, name
+):
+    for file in ("train.jsonl", "test.jsonl", "mbpp.jsonl"):
+        (tmp_path / file).touch()
+    main = load_script(f"data_preprocess/{script}.py").main
+    command = [*arguments, "--local_dataset_path", str(tmp_path)]
+    with pytest.raises(DataError, match=f"'{name}' has no row to write, expected at least one"):
+        main([*command, "--local_save_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_paths_and_a_file_as_target_are_errors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "test"):
+        (raw / f"{split}.jsonl").write_text('{"question": "?", "answer": "#### 1"}\n')
+    main = load_script("data_preprocess/gsm8k.py").main
+
+    with pytest.raises(DataError, match="--local_dataset_path has an empty path"):
+        main(["--local_dataset_path", "", "--local_save_dir", "out"])
+    with pytest.raises(DataError, match="--local_save_dir has an empty path"):
+        main(["--local_dataset_path", "raw", "--local_save_dir", " "])
+    with pytest.raises(DataError, match=r"write to, but 'raw/train\.jsonl' is a file"):
+        main(["--local_dataset_path", "raw", "--local_save_dir", "raw/train.jsonl"])
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("script", "raw", "column"),
+    [
+        ("hh_rlhf", {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": 3}, "rejected"),
+        ("math_dataset", {"problem": 5, "answer": "5"}, "problem"),
+    ],
+)
+def test_a_number_where_a_text_belongs_is_named(tmp_path, script, raw, column):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(raw))
+    main = load_script(f"data_preprocess/{script}.py").main
+    with pytest.raises(DataError, match=f"train row 0: the column '{column}' must be a text"):
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+
+
 def test_a_copy_of_the_hubs_gsm8k_is_read(tmp_path):
     raw = pa.table({"question": ["How many?"], "answer": ["Two. #### 2"]})
     (tmp_path / "main").mkdir()

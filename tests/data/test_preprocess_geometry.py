@@ -40,6 +40,7 @@ def test_geometry_rows_have_their_pictures(
         ({"images": []}, "row 0: the column 'images' must be a list of at least one picture"),
         ({"images": None}, "row 0: the column 'images' must have a value"),
         ({"images": ["missing.png"]}, r"row 0: a picture cannot be read \(FileNotFoundError"),
+        ({"images": ["train.jsonl"]}, "row 0: a picture cannot be read: .* bytes are no image"),
         ({"images": [{"url": "a"}]}, r"row 0: a picture cannot be read \(KeyError: 'path'"),
         ({"answer": None}, "row 0: the column 'answer' must have a value"),
         ({"problem": 3}, "row 0: the column 'problem' must be a text, got 3"),
