@@ -163,8 +163,8 @@ class RLDataLoader:
             raise DataError(
                 f"The checkpoint was made with another data set: {state['num_rows']} rows "
                 f"(fingerprint {state['fingerprint']}), this one has {len(self.dataset)} "
-                f"({fingerprint_of(self.dataset)}). Give the same files, tokenizer, limit of length and "
-                "filter; or go on with this data set from its first batch with "
+                f"({fingerprint_of(self.dataset)}). Give the same files, tokenizer, limit of "
+                "length and filter; or go on with this data set from its first batch with "
                 "trainer.resume_mode=resume_path trainer.resume_from_path=<the checkpoint>; or "
                 "start over with trainer.resume_mode=disable."
             )
