@@ -1,5 +1,6 @@
 """The package as a whole: the cost of importing it, and the locations of the public names."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import verl
+from verl.utils.errors import MissingDependencyError
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,7 +74,27 @@ def test_public_names_are_where_users_import_them():
     assert RayPPOTrainer is PPOTrainer
     assert RLTrainer.__module__ == verl.train.__module__ == "verl.trainer.api"
     assert {"init_workers", "fit", "step"} <= set(dir(PPOTrainer))
-    assert set(verl.__all__) <= set(dir(verl))
+    for package in (
+        "verl",
+        "verl.agents",
+        "verl.config",
+        "verl.data",
+        "verl.trainer",
+        "verl.utils",
+    ):
+        module = importlib.import_module(package)
+        assert set(module.__all__) <= set(dir(module))
+
+
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl.trainer.api", None)  # not found, and ours
+    with pytest.raises(ModuleNotFoundError, match="verl.trainer.api"):
+        verl.train  # noqa: B018
+
+    monkeypatch.delitem(sys.modules, "verl.trainer.api")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match="verl.train: .*'torch' .* pip install"):
+        verl.train  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -48,7 +48,3 @@ __getattr__ = lazy_names(
         "train": "verl.trainer.api",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -24,7 +24,3 @@ __getattr__ = lazy_names(
         "build_sampler": "verl.data.build",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     profile_memory: Any
     test_ray_connectivity: Any
 
+__all__ = ["check_env", "profile_memory", "test_ray_connectivity"]
+
 __getattr__ = lazy_names(
     __name__,
     {
