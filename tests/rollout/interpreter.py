@@ -88,3 +88,16 @@ def _start_interpreting() -> None:
     builder.create_masked_store = lambda self, pointers, value, mask, *rest, **named: store(
         self, pointers, value, as_bool(mask), *rest, **named
     )
+    _keep_patches(interpreter)
+
+
+def _keep_patches(interpreter: Any) -> None:
+    """Patch the language once for each function. Triton searches it anew at every call."""
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def patch_once(function: Callable[..., Any]) -> Any:
+        patch(function)
+        return interpreter._LangPatchScope()  # without changes, so the kernel's end restores none
+
+    interpreter._patch_lang = patch_once
