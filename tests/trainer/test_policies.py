@@ -151,7 +151,8 @@ def test_a_loop_from_a_users_file_asks_a_frozen_role(tmp_path: Path):
         f"{ROLLOUT}.agent.gives_reward=True",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
-    judged = f"{ROLLOUT}.agent.policies={{writer: {{trained: true}}, judge: {{path: toy}}}}"
+    judge = "{path: toy, max_new_tokens: 8}"
+    judged = f"{ROLLOUT}.agent.policies={{writer: {{trained: true}}, judge: {judge}}}"
     assert run(tmp_path / "run", *own, judged) == 0
     lines = step_lines(tmp_path / "run")
     assert all(line["agent_loop/policy/judge/turns"] == 16 for line in lines)
