@@ -86,6 +86,11 @@ def run_code(code: str, timeout_s: float = 150.0) -> Done:
     return _run([{}], _execute, (code,), None, timeout_s)
 
 
+def run_file(path: Path, arguments: list[str], timeout_s: float = 150.0) -> Done:
+    """Run `python path arguments` in a process that has the packages of all programs."""
+    return _run([{}], _execute_file, (path, arguments), None, timeout_s)
+
+
 def run_module(name: str, arguments: list[str]) -> None:
     """Run `python -m name arguments`, as a program of `launch`."""
     sys.argv = [name, *arguments]
@@ -94,6 +99,11 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 def _execute(code: str) -> None:
     exec(compile(textwrap.dedent(code), "<code>", "exec"), {"__name__": "__main__"})
+
+
+def _execute_file(path: Path, arguments: list[str]) -> None:
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _run(

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
+from tests.launches import run_file
 from verl.utils.errors import AlgorithmError
 from verl.utils.sigterm import TERMINATED, raised_by_signal, sigterm_as_exit
 from verl.utils.user_parts import NamedPart
@@ -83,8 +83,7 @@ def test_a_run_with_an_exit_in_an_estimator_fails(tmp_path):
     """An exit code of 0 would let a script take the run for a finished one."""
     program = tmp_path / "program.py"
     program.write_text(RUN_WITH_EXIT)
-    command = [sys.executable, str(program), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_file(program, [str(tmp_path / "run")])
     assert done.returncode == 1
     assert f"'leaves' ({program}) called sys.exit(0) in line 8. Raise" in done.stderr
     assert "Interrupted" not in done.stdout + done.stderr
