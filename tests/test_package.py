@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
 def test_an_unknown_name_is_an_attribute_error():
     for module in ("verl", "verl.trainer", "verl.config"):
         with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
-            sys.modules[module].nothing  # noqa: B018
+            importlib.import_module(module).nothing  # noqa: B018
 
 
 ALONE = """
