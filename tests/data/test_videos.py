@@ -3,6 +3,7 @@ row."""
 
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.vision_folders import save_vision_folder, some_image
 from verl.config.sft import SFTDataConfig
 from verl.data.pictures import PictureReader
 from verl.data.sft_dataset import SFTDataset
-from verl.data.videos import Asked
+from verl.data.videos import Asked, read_video
 from verl.models import processor as processor_module
 from verl.models import videos
 from verl.models.load import load_causal_lm
@@ -288,12 +289,31 @@ def test_a_file_that_cannot_be_read_is_an_error_with_its_name(
 ) -> None:
     (folder / "locked.mp4").write_bytes(b"12345")
 
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, *mode: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(DataError, match=r"locked.mp4' cannot be read .*Make it readable"):
         reader.prepare_video("locked.mp4", folder)
+
+
+def test_a_large_file_is_never_in_memory_as_a_whole(folder: Path) -> None:
+    unused: Any = None
+    size = 24 * 1024**2
+    large = folder / "large.mp4"
+    large.write_bytes(bytes(size))
+    tracemalloc.start()
+    try:
+        digest, _ = read_video("large.mp4", folder.joinpath, unused, unused)
+        assert tracemalloc.get_traced_memory()[1] < size / 2
+    finally:
+        tracemalloc.stop()
+
+    with large.open("r+b") as content:
+        content.seek(size - 1)
+        content.write(b"1")
+    other, _ = read_video("large.mp4", folder.joinpath, unused, unused)
+    assert other != digest
 
 
 def test_a_file_is_decoded_at_the_rate_that_is_asked_for(

@@ -243,10 +243,11 @@ def is_no_media(value: Any) -> bool:
     return value is None or (isinstance(value, (list, str, bytes)) and not value)
 
 
-def read_media(file: Path) -> bytes:
-    """Return the content of a file with an image or a video. Raises DataError if it cannot."""
+@contextmanager
+def errors_of_media(file: Path) -> Iterator[None]:
+    """Raise DataError where the block cannot read a file with an image or a video."""
     try:
-        return file.read_bytes()
+        yield
     except OSError as error:
         raise DataError(
             f"the file '{file}' cannot be read ({error}). Make it readable, or leave the row out"

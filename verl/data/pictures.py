@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from verl.data.chat import Messages, apply_chat_template
-from verl.data.files import Rows, is_no_media, read_media
+from verl.data.files import Rows, errors_of_media, is_no_media
 from verl.data.picture_parts import IMAGE_SOURCES, messages_and_sources
 from verl.data.rgb import identity_of, loaded, opened, upright_rgb
 from verl.data.videos import Video, read_video
@@ -327,7 +327,9 @@ def _read(source: str, folder: Path) -> bytes:
                 "again, or leave the row out"
             ) from error
 
-    return read_media(_find_file(source, folder))
+    file = _find_file(source, folder)
+    with errors_of_media(file):
+        return file.read_bytes()
 
 
 def _find_file(source: str, folder: Path) -> Path:

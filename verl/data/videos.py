@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.files import read_media
+from verl.data.files import errors_of_media
 from verl.data.rgb import identity_of, opened, upright_rgb
 from verl.models.pictures import Frames
 from verl.utils.errors import DataError
@@ -19,6 +19,7 @@ _NUMBERS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _FPS = 2.0
 _MIN_FRAMES = 4
 _MAX_FRAMES = 768
+_DIGESTED_BYTES = 4 * 1024**2
 
 
 class Video(NamedTuple):
@@ -104,7 +105,10 @@ def read_video(
     digest = hashlib.blake2b(str(asked[1:]).encode(), digest_size=16)
     if isinstance(asked.source, str | Path):
         path = find(str(asked.source))
-        digest.update(read_media(path))
+        # A part at a time: a video may be large, and many threads read some.
+        with errors_of_media(path), path.open("rb") as content:
+            while part := content.read(_DIGESTED_BYTES):
+                digest.update(part)
         return digest.hexdigest(), lambda: _of_file(asked, *decode_file(path, asked.choose_of_file))
 
     frames = _array(asked.source)
