@@ -69,7 +69,7 @@ def use(loader: RLDataLoader, leaving: Rows, method: str) -> None:
     """Call every method, of which the last steps are those of a resumed run."""
     leaving.leaves = method
     for batch in loader:
-        loader.tell_sampler(batch)
+        loader.update_sampler(batch)
     loader.load_state_dict(loader.state_dict())
     assert len(loader) == 2
 
@@ -161,6 +161,6 @@ def test_another_error_of_a_sampler_is_named_and_a_state_that_does_not_fit_stays
     loader = RLDataLoader(Rows(), 2, shuffle=False, seed=1, sampler=Faulty())
     batch = next(iter(loader))
     with pytest.raises(DataError, match=r"'Faulty' .* raised ValueError in line \d+: no scores"):
-        loader.tell_sampler(batch)
+        loader.update_sampler(batch)
     with pytest.raises(KeyError, match="left"):
         loader.load_state_dict(loader.state_dict())

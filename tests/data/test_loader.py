@@ -341,10 +341,10 @@ def test_curriculum_sampler_receives_trained_batches():
     sampler = Curriculum()
     loader = RLDataLoader(Numbers(4), 2, shuffle=True, seed=1, sampler=sampler)
     for batch in loader:
-        loader.tell_sampler(batch)
+        loader.update_sampler(batch)
     assert len(sampler.seen) == 2
     assert next(iter(loader)).non_tensor_batch["index"].tolist() == [3, 2], (
         "the second epoch depends on the first"
     )
     # A loader without such a sampler ignores the call.
-    RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).tell_sampler(batch)
+    RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).update_sampler(batch)

@@ -259,7 +259,7 @@ def test_a_bound_method_keeps_signature_and_docstring():
     assert method.__doc__ == "Double each number."
     assert method.__name__ == "double"
     parameters = inspect.signature(method).parameters
-    assert list(parameters) == ["batch", "plus", "deadline_s", "blocking", "on_told"]
+    assert list(parameters) == ["batch", "plus", "deadline_s", "blocking", "on_emit"]
     assert parameters["plus"].default == 0
     assert parameters["deadline_s"].default is None, "that of the group"
     assert parameters["blocking"].default is True

@@ -19,9 +19,9 @@ from verl.single_controller import (
     Execute,
     Worker,
     breadcrumb,
+    emit,
     note_progress,
     register,
-    tell,
 )
 from verl.utils.errors import ConfigError, WorkerError
 
@@ -151,15 +151,15 @@ class Counter(Worker):
         """Report every number as soon as it is doubled, then wait for this rank's file in
         the folder `until_heard`."""
         for name in batch.non_tensor_batch["name"]:
-            tell((name, self.rank))
+            emit((name, self.rank))
             time.sleep(pause_s)
             while until_heard is not None and not (until_heard / str(self.rank)).exists():
                 time.sleep(0.001)
         return self.double(batch)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tell_and_raise(self) -> None:
-        tell("before")
+    def emit_and_raise(self) -> None:
+        emit("before")
         raise ConfigError("after")
 
     def private(self) -> None: ...
@@ -329,11 +329,11 @@ def heard(pool: Any, folder: Path) -> dict[str, Any]:
     assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], (
         "works without a listener"
     )
-    answer = group.double_aloud(rows(6), until_heard=folder, on_told=note)
-    later = group.double_aloud(rows(2, start=6), on_told=note, blocking=False).result()
+    answer = group.double_aloud(rows(6), until_heard=folder, on_emit=note)
+    later = group.double_aloud(rows(2, start=6), on_emit=note, blocking=False).result()
     raised: list[Any] = []
     try:
-        group.tell_and_raise(on_told=raised.append)
+        group.emit_and_raise(on_emit=raised.append)
     except (WorkerError, ConfigError) as error:
         raised.append("no such key" not in str(error) and "after" in str(error))
     return {

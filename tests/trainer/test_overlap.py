@@ -198,8 +198,8 @@ def test_scoring_waits_for_the_batch_if_custom_code_may_change_it(
     options = [*PPO, "trainer.max_steps=1", "reward_model.launch_reward_fn_async=True"]
     trainer = kind(load_config(command_line(tmp_path, *options)))
     reward = reward_fn(trainer.tokenizer, num_examine=0)
-    with trainer.scoring_ahead(reward, next(iter(trainer.train_loader)), 4) as on_told:
-        assert (on_told is not None) == is_ahead
+    with trainer.scoring_ahead(reward, next(iter(trainer.train_loader)), 4) as on_emit:
+        assert (on_emit is not None) == is_ahead
 
 
 @pytest.mark.parametrize(

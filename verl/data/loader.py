@@ -132,7 +132,7 @@ class RLDataLoader:
         if self._processes is not None:
             self._processes.close()
 
-    def tell_sampler(self, batch: DataProto) -> None:
+    def update_sampler(self, batch: DataProto) -> None:
         """Pass a trained batch to a curriculum sampler."""
         self._order.update(batch)
 

@@ -19,7 +19,7 @@ from verl.single_controller.handles import (
     of_each_share,
     start,
 )
-from verl.single_controller.host import Colocated, OnTold, tell
+from verl.single_controller.host import Colocated, OnEmit, emit
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerGroup
 
@@ -30,10 +30,11 @@ __all__ = [
     "Execute",
     "GroupFuture",
     "GroupOf",
-    "OnTold",
+    "OnEmit",
     "Worker",
     "WorkerGroup",
     "breadcrumb",
+    "emit",
     "get_predefined_dispatch_fn",
     "make_nd_compute_dataproto_dispatch_fn",
     "note_progress",
@@ -43,6 +44,5 @@ __all__ = [
     "register",
     "register_dispatch_mode",
     "start",
-    "tell",
     "update_dispatch_mode",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from verl.single_controller.breadcrumbs import Progress
-from verl.single_controller.host import OnTold, Raised
+from verl.single_controller.host import OnEmit, Raised
 from verl.single_controller.shares import Arguments
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
@@ -51,7 +51,7 @@ class Ranks(Protocol):
         method: str,
         arguments: Mapping[int, Arguments],
         blocking: bool = True,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> dict[int, Any]:
         """Start a method on some ranks; return replies for `wait` and `values`.
 
@@ -60,7 +60,7 @@ class Ranks(Protocol):
         Args:
             blocking: whether the caller waits at once, so that a worker in its own process may run
                 before this returns.
-            on_told: receives the values of `tell`, in threads that must not be blocked.
+            on_emit: receives the values of `emit`, in threads that must not be blocked.
         """
         ...
 

@@ -18,14 +18,14 @@ from verl.utils.timeline import recorded_since, span
 BUILD = "__init__"  # the first argument is the class
 RECENT_SPANS = "recent spans"  # returns a Recorded
 
-OnTold = Callable[[Any], None] | None
-_on_told: ContextVar[OnTold] = ContextVar("on_told", default=None)
+OnEmit = Callable[[Any], None] | None
+_on_emit: ContextVar[OnEmit] = ContextVar("on_emit", default=None)
 
 
-def tell(value: Any) -> None:
-    """Pass a value from within a running method to the caller's `on_told`, if it has set one."""
-    if (on_told := _on_told.get()) is not None:
-        on_told(value)
+def emit(value: Any) -> None:
+    """Pass a value from within a running method to the caller's `on_emit`, if it has set one."""
+    if (on_emit := _on_emit.get()) is not None:
+        on_emit(value)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Host:
         method: str,
         args: Args,
         kwargs: Kwargs,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> Any:
         """Call a method, or build the worker and return its (data_rank, data_size)."""
         breadcrumb(f"{role}.{method} starts")
@@ -81,7 +81,7 @@ class Host:
                 worker = self.roles[role] = worker_class(*rest, **found_here(kwargs, self.roles))
                 answer = (worker.data_rank, worker.data_size)
             else:
-                answer = call_method(self.roles[role], role, method, args, kwargs, on_told)
+                answer = call_method(self.roles[role], role, method, args, kwargs, on_emit)
             end = "is done"
             return answer
         finally:
@@ -94,17 +94,17 @@ def call_method(
     method: str,
     args: Args,
     kwargs: Kwargs,
-    on_told: OnTold,
+    on_emit: OnEmit,
 ) -> Any:
     """Call a method of a worker as a span of the timeline, or return the recent spans."""
     if method == RECENT_SPANS:
         return recorded_since(*args, **kwargs)
 
-    token = _on_told.set(on_told)
+    token = _on_emit.set(on_emit)
     try:
         with span(method, row=role):
             answer = getattr(worker, method)(*args, **kwargs)
             return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
     finally:
-        _on_told.reset(token)
+        _on_emit.reset(token)
         note_progress(0, 0, "")

@@ -9,7 +9,7 @@ import torch
 
 from verl.single_controller.breadcrumbs import Progress, own_progress
 from verl.single_controller.calls import Ends, Ranks
-from verl.single_controller.host import OnTold, call_method
+from verl.single_controller.host import OnEmit, call_method
 from verl.single_controller.shares import Arguments
 from verl.single_controller.worker import Worker
 
@@ -61,25 +61,25 @@ class InProcess:
         method: str,
         arguments: Mapping[int, Arguments],
         blocking: bool = True,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> dict[int, Future]:
         replies: dict[int, Future] = {}
         if not blocking:
             for rank, given in arguments.items():
                 replies[rank] = self._background.start(
-                    self._run, rank, role, method, given, on_told
+                    self._run, rank, role, method, given, on_emit
                 )
             return replies
 
         self._background.finish()
         for rank, given in arguments.items():
             replies[rank] = Future()
-            replies[rank].set_result(self._run(rank, role, method, given, on_told))
+            replies[rank].set_result(self._run(rank, role, method, given, on_emit))
         return replies
 
-    def _run(self, rank: int, role: str, method: str, arguments: Arguments, on_told: OnTold) -> Any:
+    def _run(self, rank: int, role: str, method: str, arguments: Arguments, on_emit: OnEmit) -> Any:
         args, kwargs = arguments
-        return call_method(self.workers[rank], role, method, args, kwargs, on_told)
+        return call_method(self.workers[rank], role, method, args, kwargs, on_emit)
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> Ends:
         """Wait without a deadline, because a call in this process cannot be ended.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl.single_controller.calls import Ends, Lost
-from verl.single_controller.host import Host, OnTold, Raised
+from verl.single_controller.host import Host, OnEmit, Raised
 from verl.single_controller.shares import Arguments
 from verl.single_controller.wire import (
     UNREACHABLE_S,
@@ -193,8 +193,8 @@ def answer(link: Link, host: Host, message: Incoming) -> None:
     """Run the call of a message, and send its answer."""
     try:
         role, method, is_heard, args, kwargs = message.value()
-        on_told = functools.partial(link.send, Kind.TOLD, message.number) if is_heard else None
-        value = host.run(role, method, args, kwargs, on_told)
+        on_emit = functools.partial(link.send, Kind.EMITTED, message.number) if is_heard else None
+        value = host.run(role, method, args, kwargs, on_emit)
         link.send(Kind.RESULT, message.number, value)
     except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
         link.send(Kind.RAISED, message.number, Raised.from_error(error))
@@ -212,19 +212,19 @@ class Links:
         self._pickler = pickler
         self.lost: dict[int, Lost] = {}
         self.news = threading.Event()  # a rank is lost that was not asked to leave
-        # (rank, number of the message): its answer, and the receiver of `tell` before it
-        self.pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
+        # (rank, number of the message): its answer, and the receiver of `emit` before it
+        self.pending: dict[tuple[int, int], tuple[Future, OnEmit]] = {}
         # A signal handler may send while the thread that it interrupts does.
         self._lock = threading.RLock()
         self._numbers = iter(range(1, sys.maxsize))
         threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
 
     def call(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], on_told: OnTold
+        self, role: str, method: str, arguments: Mapping[int, Arguments], on_emit: OnEmit
     ) -> dict[int, Future]:
         """Start a method on some ranks."""
         # All are pickled before one is sent: a pickling error is raised before any rank starts.
-        is_heard = on_told is not None
+        is_heard = on_emit is not None
         messages: dict[int, Outgoing] = {}
         for share in arguments.values():
             if id(share) not in messages:
@@ -232,10 +232,10 @@ class Links:
 
         replies = {}
         for rank, share in arguments.items():
-            replies[rank] = self.send(rank, Kind.CALL, messages[id(share)], on_told)
+            replies[rank] = self.send(rank, Kind.CALL, messages[id(share)], on_emit)
         return replies
 
-    def send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
+    def send(self, rank: int, kind: Kind, message: Outgoing, on_emit: OnEmit = None) -> Future:
         """Send a message; return the future of its answer."""
         number = next(self._numbers)
         future = Future()
@@ -243,7 +243,7 @@ class Links:
             if rank in self.lost:
                 future.set_result(self.lost[rank])
                 return future
-            self.pending[rank, number] = future, on_told
+            self.pending[rank, number] = future, on_emit
 
         try:
             self.peers[rank].link.send(kind, number, message)
@@ -288,11 +288,11 @@ class Links:
             return
 
         key = (rank, message.number)
-        if message.kind is Kind.TOLD:
+        if message.kind is Kind.EMITTED:
             with self._lock:
-                _, on_told = self.pending.get(key, (None, None))
-            if on_told is not None:
-                on_told(message.value())
+                _, on_emit = self.pending.get(key, (None, None))
+            if on_emit is not None:
+                on_emit(message.value())
             return
 
         with self._lock:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.protocol import DataProto
 from verl.single_controller.calls import Lost
 from verl.single_controller.data_future import DataProtoFuture
-from verl.single_controller.host import OnTold, Raised
+from verl.single_controller.host import OnEmit, Raised
 from verl.single_controller.ray_process import Call, HandedOn, RankError
 from verl.single_controller.shares import Args, Kwargs
 
@@ -24,9 +24,9 @@ REFERENCES = (HandedOn, DataProtoFuture, ray.ObjectRef)
 class Reply:
     """Reply to a call of an actor, which may still be running."""
 
-    def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
+    def __init__(self, actor: Any, call: Any, on_emit: OnEmit) -> None:
         self.actor = actor
-        self.on_told = on_told
+        self.on_emit = on_emit
         self.value: Any = None
         self.reference, self.ended = actor.run.remote(call)
         self._asked: Any = None
@@ -39,8 +39,8 @@ class Reply:
         return None
 
     def hear(self) -> None:
-        """Pass the values of `tell` that have arrived to `on_told`, and ask for more."""
-        if self.on_told is None:
+        """Pass the values of `emit` that have arrived to `on_emit`, and ask for more."""
+        if self.on_emit is None:
             return
 
         if self._asked is not None:
@@ -50,8 +50,8 @@ class Reply:
             answer = answer_of(self._asked)
             if isinstance(answer, list):  # otherwise the rank is lost, which `wait` reports
                 for value in answer:
-                    self.on_told(value)
-        self._asked = self.actor.take_told.remote()
+                    self.on_emit(value)
+        self._asked = self.actor.take_emitted.remote()
 
 
 def on_node(node: str, function: types.FunctionType, *args: Any) -> Any:

@@ -35,7 +35,7 @@ _REACH_S = 5.0  # for an actor to reach the driver, which it does in millisecond
 _CONNECT_S = 10.0  # for all actors
 _POLL_S = 0.25  # until the end of a driver whose connection is lost
 
-# role, method, arguments, whether values of `tell` are sent
+# role, method, arguments, whether values of `emit` are sent
 Call = tuple[str, str, Args, Kwargs, bool]
 
 
@@ -90,7 +90,7 @@ class RankProcess:
         self.rank = rank
         self.outlives_driver = outlives_driver
         self.folder = Path(folder)
-        self.told: deque[Any] = deque()
+        self.emitted: deque[Any] = deque()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         remove_left_behind()
         hold_scratch(self.folder)
@@ -154,13 +154,13 @@ class RankProcess:
 
         The second value shows that the call has ended, without the memory of the answer.
         """
-        self.told.clear()
+        self.emitted.clear()
         try:
             opened = cloudpickle.loads(call) if isinstance(call, bytes) else call
             role, method, args, kwargs, is_heard = opened
             args, kwargs = each_argument(_opened, args, kwargs)
-            on_told = self.told.append if is_heard else None
-            job = functools.partial(self.host.run, role, method, args, kwargs, on_told)
+            on_emit = self.emitted.append if is_heard else None
+            job = functools.partial(self.host.run, role, method, args, kwargs, on_emit)
             end = self.calls.submit(job).result()
             return RankError(end) if isinstance(end, Raised) else end(), None
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
@@ -177,9 +177,9 @@ class RankProcess:
         return format_stacks(), read_breadcrumbs(self.folder)
 
     @ray.method(concurrency_group="watch")
-    def take_told(self) -> list[Any]:
-        """Return the values of `tell` since the last time, from the call that is running."""
-        return [self.told.popleft() for _ in range(len(self.told))]
+    def take_emitted(self) -> list[Any]:
+        """Return the values of `emit` since the last time, from the call that is running."""
+        return [self.emitted.popleft() for _ in range(len(self.emitted))]
 
     @ray.method(concurrency_group="watch")
     def kill_neighbor(self, pid: int) -> None:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import (
 
 from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
 from verl.single_controller.calls import ANSWER_S, Ends, Lost, Ranks, any_failed
-from verl.single_controller.host import OnTold
+from verl.single_controller.host import OnEmit
 from verl.single_controller.links import Links
 from verl.single_controller.ray_calls import (
     REFERENCES,
@@ -150,16 +150,16 @@ class RayRanks:
         method: str,
         arguments: Mapping[int, Arguments],
         blocking: bool = True,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         self._check_control()
         links = self._links_for(arguments) if blocking else None
         if links is not None:
-            return links.call(role, method, arguments, on_told)
+            return links.call(role, method, arguments, on_emit)
 
-        is_heard = on_told is not None
+        is_heard = on_emit is not None
         calls: dict[int, Any] = {}
         for share in arguments.values():
             calls[id(share)] = (role, method, *share, is_heard)
@@ -168,7 +168,7 @@ class RayRanks:
 
         replies: dict[int, Any] = {}
         for rank, share in arguments.items():
-            reply = Reply(self.actors[rank], calls[id(share)], on_told)
+            reply = Reply(self.actors[rank], calls[id(share)], on_emit)
             replies[rank] = reply
             self._unfinished[rank] = reply.ended
         return replies

@@ -27,7 +27,7 @@ from verl.single_controller.breadcrumbs import (
     read_progress,
 )
 from verl.single_controller.calls import ANSWER_S, WHY_DEAD, Ends, Lost, Ranks, describe_deaths
-from verl.single_controller.host import Host, OnTold, found_here
+from verl.single_controller.host import Host, OnEmit, found_here
 from verl.single_controller.in_process import Background
 from verl.single_controller.links import Links, Peers
 from verl.single_controller.parts import split_launch
@@ -177,7 +177,7 @@ class EndOfLaunch:
         self._pid = os.getpid()
         self.come_first()
         if in_main_thread():
-            handle_sigterm(self._told_to_end)
+            handle_sigterm(self._on_sigterm)
 
     def come_first(self) -> None:
         """Move `_at_exit` to the front of the exit handlers, after others have been added.
@@ -199,7 +199,7 @@ class EndOfLaunch:
             sys.stderr.flush()
             os._exit(1)
 
-    def _told_to_end(self, signum: int, frame: types.FrameType | None) -> None:
+    def _on_sigterm(self, signum: int, frame: types.FrameType | None) -> None:
         """Report a lost rank before this one ends: torchrun ends all ranks when one dies."""
         if self.ranks.failing.is_set():
             return
@@ -238,18 +238,18 @@ class SpmdRanks:
         method: str,
         arguments: Mapping[int, Arguments],
         blocking: bool = True,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> dict[int, Future]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         others = {rank: share for rank, share in arguments.items() if rank > 0}
         # Ranks of a call that the others do not get would wait for them in a collective.
         with interrupts_wait():
-            replies = self.links.call(role, method, others, on_told)
+            replies = self.links.call(role, method, others, on_emit)
             if 0 in arguments:
                 args, kwargs = each_argument(_opened, *arguments[0])
                 replies[0] = self.local.submit(
-                    functools.partial(self.host.run, role, method, args, kwargs, on_told)
+                    functools.partial(self.host.run, role, method, args, kwargs, on_emit)
                 )
         return dict(sorted(replies.items()))
 

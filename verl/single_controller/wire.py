@@ -45,7 +45,7 @@ class Kind(IntEnum):
     END = 6  # finish all calls, then leave
     BYE = 7
     ABORT = 8  # leave at once
-    TOLD = 9  # a value of `tell`, from a call that is still running
+    EMITTED = 9  # a value of `emit`, from a call that is still running
     ASK_ALIVE = 10  # from a rank to the driver
     ALIVE = 11
 

@@ -19,7 +19,7 @@ from verl.single_controller.dispatch import (
     find_dispatch_mode,
     registered_methods,
 )
-from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold
+from verl.single_controller.host import BUILD, RECENT_SPANS, OnEmit
 from verl.single_controller.in_process import Background, InProcess
 from verl.single_controller.shares import Args, Arguments, Kwargs, each_argument, shares_of_each
 from verl.single_controller.worker import Worker
@@ -41,7 +41,7 @@ class WorkerGroup:
       rank. The default is the deadline that the group was started with.
     - `blocking`: whether the call waits for the answer or returns a future with `result()`. The
       default is that of `@register`.
-    - `on_told`: gets each value that the method passes to `tell` while it runs. It is called in any
+    - `on_emit`: gets each value that the method passes to `emit` while it runs. It is called in any
       thread, also in two at once, so it must be quick and must not raise. If a call goes through
       Ray (with rows, or not blocking), values arrive tenths of a second later, and the last ones
       may get lost.
@@ -107,7 +107,7 @@ class WorkerGroup:
         *,
         deadline_s: float | None = None,
         blocking: bool = True,
-        on_told: OnTold = None,
+        on_emit: OnEmit = None,
     ) -> Any:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         mode = find_dispatch_mode(plan.dispatch_mode)
@@ -130,7 +130,7 @@ class WorkerGroup:
         for place, share in share_of.items():
             arguments[self._members[place]] = per_share[share]
         answering = [self._members[place] for place in answering]
-        replies = self._ranks.submit(self.role, name, arguments, blocking, on_told)
+        replies = self._ranks.submit(self.role, name, arguments, blocking, on_emit)
 
         def collect(outputs: list[Any]) -> Any:
             return mode.collect(outputs, undo)

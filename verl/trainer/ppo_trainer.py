@@ -14,7 +14,7 @@ from verl.diagnostics.parts import check_names, load_user_code
 from verl.protocol import DataProto
 from verl.rewards.results import call_reward
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture, GroupOf, OnTold
+from verl.single_controller import GroupFuture, GroupOf, OnEmit
 from verl.tracking.samples import write_samples
 from verl.trainer import class_checks, overlap, scored, setup
 from verl.trainer.algorithm import (
@@ -171,7 +171,7 @@ class PPOTrainer(RunOfRoles):
 
     def after_step(self, batch: DataProto) -> None:
         """Show the step to the curriculum, watch its rewards, and write its samples."""
-        self.train_loader.tell_sampler(batch)
+        self.train_loader.update_sampler(batch)
         has_reward = not self.config.distillation.is_whole_loss
         self.metrics.update(data_metrics(batch, has_reward=has_reward))
         self.metrics.update(agent_metrics(batch))
@@ -210,16 +210,16 @@ class PPOTrainer(RunOfRoles):
             first_row: number of the first prompt within its step, see `generate`.
         """
         n = self.config.actor_rollout_ref.rollout.n
-        with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
+        with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_emit:
             # A `generate` that replaces ours may not take it.
-            told = () if on_told is None else (on_told,)
-            batch = self.timed("gen", self.generate, prompts, first_row, *told)
+            own = () if on_emit is None else (on_emit,)
+            batch = self.timed("gen", self.generate, prompts, first_row, *own)
             self.begin_passes(batch)
             return self.timed("reward", self.score, batch)
 
     def scoring_ahead(
         self, reward_fn: Any, prompts: DataProto, n: int, first_row: int = 0
-    ) -> AbstractContextManager[OnTold]:
+    ) -> AbstractContextManager[OnEmit]:
         """Score responses as they finish, where no answer can depend on that.
 
         Gives the function that takes every response, or None.
@@ -229,7 +229,7 @@ class PPOTrainer(RunOfRoles):
         return nullcontext()
 
     @phase(writes=GENERATED)
-    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
+    def generate(self, prompts: DataProto, first_row: int = 0, on_emit: OnEmit = None) -> DataProto:
         """Turn (B,) prompts into (B * n,) trajectories, or more if episodes of agents have parts.
 
         The rows of a prompt are adjacent and share its `uid`.
@@ -238,12 +238,12 @@ class PPOTrainer(RunOfRoles):
             prompts: (B,) prompts.
             first_row: number of the first prompt. A step that generates several times numbers all
                 its prompts, because the noise depends on the number.
-            on_told: called with every response when it is finished.
+            on_emit: called with every response when it is finished.
         """
         rollout = self.config.actor_rollout_ref.rollout
         draw = setup.sampling_params(rollout)
         batch = self._generate(
-            prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told
+            prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_emit=on_emit
         )
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         require_episodes(batch, rollout)
@@ -433,9 +433,9 @@ class PPOTrainer(RunOfRoles):
         for number, prompts in validation.batches():
             self.reports.note(number, len(self.val_loader), "batches")
             draw = validation.draw(number)
-            with self.scoring_ahead(self.val_reward_fn, prompts, draw["n"]) as on_told:
+            with self.scoring_ahead(self.val_reward_fn, prompts, draw["n"]) as on_emit:
                 record_step = validation.record_step(number)
-                batch = self._generate(prompts, **draw, record_step=record_step, on_told=on_told)
+                batch = self._generate(prompts, **draw, record_step=record_step, on_emit=on_emit)
                 validation.score(batch)
         return validation.result()
 

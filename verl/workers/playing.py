@@ -15,7 +15,7 @@ from verl.models.load import load_causal_lm
 from verl.rewards.sample import fields_of_plain_episode
 from verl.rollout import RolloutEngine
 from verl.rollout.trajectory import Trajectory
-from verl.single_controller import note_progress, tell
+from verl.single_controller import emit, note_progress
 from verl.utils.column_dicts import object_column
 from verl.utils.errors import RolloutError
 from verl.workers.stream import follow
@@ -103,7 +103,7 @@ def lead(
         nonlocal ended
         ended += 1
         note_progress(ended, len(episodes), "episodes")
-        tell((trajectories[0].row, None))
+        emit((trajectories[0].row, None))
 
     answer: Any = None
     try:

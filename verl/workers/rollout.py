@@ -17,7 +17,7 @@ from verl.rollout import assemble, generate, trajectories_of
 from verl.rollout.goal import Goal
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Request, Room, SamplingParams
-from verl.single_controller import Dispatch, note_progress, register, tell
+from verl.single_controller import Dispatch, emit, note_progress, register
 from verl.utils.errors import RolloutError
 from verl.workers.actor import ActorWorker
 from verl.workers.counters import combine_metrics
@@ -104,7 +104,7 @@ class RolloutWorker(RolloutEngineWorker):
             completions.append(completion)
             if speaks:
                 note_progress(len(completions), total, "responses")
-                tell((completion.sample_id, completion.token_ids))
+                emit((completion.sample_id, completion.token_ids))
         self._make_room()
 
         local_id = {}  # sample id in the whole batch -> row of this rank's share

@@ -139,9 +139,9 @@ class Watched(OneStepOffDAPOTrainer):
         self.begun_in.append(self.global_step)
         super()._begin_rollout(step, prompts, first_row)
 
-    def generate(self, prompts: DataProto, first_row: int = 0, on_told: Any = None) -> DataProto:
+    def generate(self, prompts: DataProto, first_row: int = 0, on_emit: Any = None) -> DataProto:
         self.taken_in.append(self.global_step)
-        return super().generate(prompts, first_row, on_told)
+        return super().generate(prompts, first_row, on_emit)
 
 
 def test_rounds_of_one_step_off_follow_one_another(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.protocol import DataProto
 from verl.rollout.book import Group
-from verl.single_controller import OnTold
+from verl.single_controller import OnEmit
 from verl.trainer.dapo import DAPOTrainer
 from verl.trainer.ppo_trainer import GENERATED
 from verl.trainer.rows import prompts_of
@@ -56,7 +56,7 @@ class FullyAsyncDAPOTrainer(DAPOTrainer, FullyAsyncTrainer):
         return batch
 
     @phase(writes=GENERATED)
-    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
+    def generate(self, prompts: DataProto, first_row: int = 0, on_emit: OnEmit = None) -> DataProto:
         """Generate until the groups of a round are whole, and return them.
 
         Args:

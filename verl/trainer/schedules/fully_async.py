@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.rollout import Trajectory, assemble
 from verl.rollout.base import capabilities_of
 from verl.rollout.book import Book, Group, Pace, State
-from verl.single_controller import OnTold
+from verl.single_controller import OnEmit
 from verl.trainer import setup
 from verl.trainer.episodes import number_prompts, require_episodes
 from verl.trainer.ppo_trainer import GENERATED
@@ -106,7 +106,7 @@ class FullyAsyncTrainer(AheadTrainer):
     # ---------------------------------------------------------------- the phases that differ
 
     @phase(writes=GENERATED)
-    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
+    def generate(self, prompts: DataProto, first_row: int = 0, on_emit: OnEmit = None) -> DataProto:
         """Generate until a batch of groups is whole, and return it.
 
         Args:

@@ -8,7 +8,7 @@ learns. Every token is so one version old. It pays where the rollout has ranks o
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.single_controller import GroupFuture, OnTold, start
+from verl.single_controller import GroupFuture, OnEmit, start
 from verl.trainer import setup
 from verl.trainer.episodes import number_episodes, number_prompts, require_episodes
 from verl.trainer.ppo_trainer import GENERATED
@@ -29,7 +29,7 @@ class OneStepOffTrainer(AheadTrainer):
         self.ahead: DataProto | None = None
 
     @phase(writes=GENERATED)
-    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
+    def generate(self, prompts: DataProto, first_row: int = 0, on_emit: OnEmit = None) -> DataProto:
         """Return the batch that was generated during the last step, and begin the next one.
 
         Args:
