@@ -95,6 +95,24 @@ def test_a_judge_that_cannot_work_is_reported_at_start(changes, message):
         make_judge(**{"url": "http://127.0.0.1:1", **changes})
 
 
+def test_a_line_break_after_a_key_is_no_part_of_it(serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-1\r\n")
+    service = serve(says("Score: 5"))
+    assert make_judge(service.url, api_key_env="JUDGE_KEY")("s", "x", None)["score"] == 0.5
+    _, headers, _, _ = service.requests[0]
+    assert headers["Authorization"] == "Bearer sk-1"
+
+
+@pytest.mark.parametrize("key", ["sk-hidden\nX-Header: 1", "sk-hidden\u2026"])
+def test_a_key_that_no_header_carries_is_an_error_without_the_key(
+    monkeypatch: pytest.MonkeyPatch, key: str
+):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigError, match=r"api_key_env=JUDGE_KEY: .* one line") as caught:
+        make_judge("http://127.0.0.1:1", api_key_env="JUDGE_KEY")
+    assert "hidden" not in str(caught.value)
+
+
 @pytest.mark.parametrize("number", [429, 500, 503])
 def test_a_busy_service_is_retried(serve, number):
     service = serve(in_turn(status(number), status(number), says("Score: 10")))

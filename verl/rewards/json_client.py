@@ -38,6 +38,9 @@ def authorization(section: str, variable: str | None) -> dict[str, str]:
     Args:
         section: of the configuration that names the variable as `api_key_env`, for errors.
         variable: of the environment, which holds the key; None for a service without one.
+
+    Raises:
+        ConfigError: the variable is not set, or a header cannot carry its value.
     """
     if variable is None:
         return {}
@@ -46,7 +49,13 @@ def authorization(section: str, variable: str | None) -> dict[str, str]:
             f"{section}.api_key_env={variable}: no such environment variable. Export the key, or "
             "unset api_key_env for a service without one."
         )
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
+    key = os.environ[variable].strip()  # a key that was read from a file ends with a line break
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{section}.api_key_env={variable}: the key must be one line of ASCII characters, as "
+            "the header of a request needs, but the variable holds others. Export the key again."
+        )
+    return {"Authorization": f"Bearer {key}"}
 
 
 def chat_advice(section: str, url: str, variable: str | None) -> dict[int, str]:
