@@ -171,6 +171,27 @@ def test_reward_check_reports_a_failing_function(tmp_path: Path, capsys):
     assert "Gold answers score" not in text
 
 
+def test_reward_check_without_gold_answers_does_not_call_the_reward_good(tmp_path: Path, capsys):
+    file = tmp_path / "train.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Write."}], "data_source": "mine"}
+    file.write_text(json.dumps(row) + "\n")
+    path = tmp_path / "length.py"
+    path.write_text("def compute_score(solution_str, **others): return len(solution_str)\n")
+
+    keys = [f"data.train_files={file}", f"custom_reward_function.path={path}"]
+    assert cli.main(["reward", "check", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "No row has a gold answer to try" in text
+    assert "Gold answers score above" not in text
+
+
+@pytest.mark.parametrize("rows", ["0", "-1"])
+def test_reward_check_needs_a_row(capsys, rows: str):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["reward", "check", "--rows", rows, *TOY])
+    assert f"--rows must be at least 1, got {rows}" in capsys.readouterr().err
+
+
 def test_reward_check_needs_no_model_and_accepts_long_prompts(tmp_path, capsys):
     files = []
     for number in range(2):

@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         "--rows", type=int, default=NUM_ROWS, help=f"how many rows to try, by default {NUM_ROWS}"
     )
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.rows < 1:
+        parser.error(f"--rows must be at least 1, got {arguments.rows}")
+
     report = check_reward(rest, arguments.rows)
     print(render(report))
     return 1 if report.faults else 0
@@ -109,8 +112,19 @@ def render(report: Report) -> str:
     lines += [f"doubtful: {text}" for text in report.suspicions]
     lines += [f"note: {text}" for text in report.notes]
     if not report.faults and not report.suspicions:
-        lines.append("Gold answers score above wrong ones.")
+        lines.append(_verdict(report))
     return "\n".join(lines)
+
+
+def _verdict(report: Report) -> str:
+    """Return the last line of a report without faults and suspicions."""
+    if any(probe.kind == "gold" for probe in report.sound):
+        return "Gold answers score above wrong ones."
+    return (
+        "No row has a gold answer to try, so this does not show whether right answers score above "
+        "wrong ones. Gold answers come from reward_model.ground_truth, or from extra_info.answer "
+        "or extra_info.solution."
+    )
 
 
 if __name__ == "__main__":
