@@ -21,7 +21,7 @@ from tests.engine.test_state import critic_engine, policy_engine
 from tests.jobs import jobs
 from tests.tiny_models import tiny_tokenizer
 from verl.jobs.main_merge import main
-from verl.jobs.merge import compare, merge
+from verl.jobs.merge import compare, export_adapters, merge
 from verl.models.critic import CriticModel
 from verl.utils.errors import CheckpointError
 
@@ -278,6 +278,42 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
         merge(tmp_path, target)
     with pytest.raises(CheckpointError, match="tokenizer.json is a file"):
         merge(tmp_path, target / "tokenizer.json")
+
+
+def test_an_index_appears_after_the_files_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy_engine().save(tmp_path, tokenizer=tiny_tokenizer())
+    moved = []
+    replace = os.replace
+
+    def note(source: Path, target: Path) -> None:
+        moved.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr("verl.jobs.merge.os.replace", note)
+    merge(tmp_path, tmp_path / "huggingface", max_file_bytes=20_000)
+    assert len(moved) > 2
+    assert moved[-1] == "model.safetensors.index.json"
+    assert compare(tmp_path, tmp_path / "huggingface") == 27
+
+
+def test_an_empty_target_is_filled_and_not_replaced(tmp_path: Path, alone, adapters):
+    """It may be the mount point of a volume, a link, or the working directory."""
+    for name, fill in (("merged", merge), ("adapters", export_adapters)):
+        folder = tmp_path / name
+        folder.mkdir()
+        before = folder.stat().st_ino
+        link = tmp_path / f"link-{name}"
+        link.symlink_to(folder)
+
+        fill({"merged": alone, "adapters": adapters}[name][0], link)
+        assert folder.stat().st_ino == before
+        assert link.is_symlink()
+        assert (folder / "tokenizer.json").is_file()
+        assert not list(folder.glob(".*"))
+
+    assert compare(alone[0], tmp_path / "merged") == 27
 
 
 def test_two_different_folders_are_distinguished(tmp_path: Path, alone, capsys):

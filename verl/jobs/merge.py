@@ -48,10 +48,10 @@ def merge(
 ) -> None:
     """Write the checkpoint in `local_dir` (`.../global_step_N/actor`) as a folder for transformers.
 
-    Adapters are merged into the weights. `target_dir` is new, or the checkpoint's own
+    Adapters are merged into the weights. `target_dir` is new or empty, or the checkpoint's own
     `huggingface/`, which lacks only the weights. Raises CheckpointError for a folder without a
     checkpoint, for files that do not match its manifest, and for a target that is not empty or
-    cannot be written. An incomplete target is deleted.
+    cannot be written. After an error, nothing stays in the target.
     """
     role = role_folder(local_dir)
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
@@ -64,12 +64,6 @@ def merge(
         save_weights(unfinished, source.model, source.weights, max_file_bytes=max_file_bytes)
         if source.value_head:
             save_file(source.value_head, unfinished / VALUE_HEAD_FILE)
-        if in_place:
-            # The index comes last, because it names the other files.
-            for file in sorted(unfinished.iterdir(), reverse=True):
-                os.replace(file, target_dir / file.name)
-        else:
-            os.replace(unfinished, target_dir)
 
 
 def export_adapters(local_dir: Path, target_dir: Path) -> None:
@@ -83,7 +77,6 @@ def export_adapters(local_dir: Path, target_dir: Path) -> None:
     verify_role(role)
     with _unfinished(target_dir) as unfinished:
         shutil.copytree(role / ADAPTER_FOLDER, unfinished, dirs_exist_ok=True)
-        os.replace(unfinished, target_dir)
 
 
 def upload(folder: Path, repository: str, *, private: bool = False) -> str:
@@ -174,16 +167,20 @@ def _write_configuration(target: Path, source: SavedModel, dtype: torch.dtype) -
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """Make a new folder next to `target`, renamed when it is complete and deleted on failure.
+    """Make a new folder to write into; its files become those of `target` at the end of the block.
 
-    Raises CheckpointError if it cannot be written; safetensors and `shutil` raise errors of their
-    own.
+    After an error, the files are deleted. Raises CheckpointError if they cannot be written;
+    safetensors and `shutil` raise errors of their own.
     """
     target = target.resolve()
-    folder = target.with_name(f".{target.name}-{os.getpid()}.tmp")
+    # An empty target may be the mount point of a volume. Files move only within a file system.
+    is_empty = target.is_dir() and not any(target.iterdir())
+    parent = target if is_empty else target.parent
+    folder = parent / f".{target.name}-{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True)
         yield folder
+        _publish(folder, target)
     except (OSError, SafetensorError) as error:
         way_out = grown_too_large(folder, error)
         if way_out is None:
@@ -193,6 +190,19 @@ def _unfinished(target: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Move complete files to a target that is new, empty, or lacks only the weights."""
+    if not target.exists():
+        os.replace(folder, target)
+        return
+
+    files = sorted(folder.iterdir())
+    # The index comes last, because it names the other files.
+    files.sort(key=lambda file: file.name.endswith(".index.json"))
+    for file in files:
+        os.replace(file, target / file.name)
 
 
 def _check_target(target: Path, *, in_place: bool) -> None:
