@@ -21,7 +21,7 @@ from verl.diagnostics import doctor
 from verl.diagnostics.doctor import check_env
 from verl.diagnostics.findings import Finding
 from verl.diagnostics.probing import Probed
-from verl.utils.errors import MissingDependencyError
+from verl.utils.errors import ConfigError, MissingDependencyError
 from verl.utils.units import GIB
 
 
@@ -159,3 +159,16 @@ def test_command_gives_json_and_exit_status(monkeypatch, capsys):
     assert "Nothing is broken, 0 to look at." in capsys.readouterr().out
     assert doctor.main(["--ray"]) == 1
     assert "pip install 'ray>=2.40'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ConfigError, ConnectionError])
+def test_a_cluster_that_does_not_answer_is_a_finding_among_the_others(monkeypatch, capsys, error):
+    def refuse() -> Any:
+        raise error("Ray cannot be started or joined")
+
+    monkeypatch.setattr(doctor, "read_world", lambda: HEALTHY)
+    monkeypatch.setattr(doctor, "test_ray_connectivity", refuse)
+    assert doctor.main(["--ray", "--json"]) == 1
+    *others, last = json.loads(capsys.readouterr().out)["findings"]
+    assert len(others) == len(check_env(HEALTHY).findings)
+    assert (last["verdict"], last["evidence"]) == ("broken", "Ray cannot be started or joined")

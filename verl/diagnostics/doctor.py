@@ -8,7 +8,7 @@ from verl.diagnostics.connectivity import test_ray_connectivity
 from verl.diagnostics.findings import EnvReport, Finding
 from verl.diagnostics.world import World, read_world
 from verl.utils.entry import exit_code
-from verl.utils.errors import MissingDependencyError
+from verl.utils.errors import ConfigError, MissingDependencyError
 
 # In the order of fixing: later faults may follow from earlier ones.
 CHECKS = (
@@ -72,7 +72,7 @@ def _ray_links() -> list[Finding]:
         return list(test_ray_connectivity().findings)
     except MissingDependencyError as error:
         return [Finding("Ray links", "broken", str(error), "pip install 'ray>=2.40'")]
-    except ConnectionError as error:
+    except (ConfigError, ConnectionError) as error:  # no cluster answers
         return [Finding("Ray links", "broken", " ".join(str(error).split()), "ray start --head")]
 
 
