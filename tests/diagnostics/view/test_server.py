@@ -2,7 +2,10 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -83,6 +86,41 @@ def test_questions_without_sense_are_refused(server: ViewServer, question: str):
     with pytest.raises(DataError):
         server.answers.answer(question)
     assert get(server, f"/api/{question}", **{"X-Verl-Token": server.token})[0] == 404
+
+
+def wait_for_requests() -> None:
+    """Wait until the server has ended every request."""
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(10)
+
+
+def test_a_browser_that_leaves_prints_no_traceback(server: ViewServer, capsys):
+    request = (
+        f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
+        f"X-Verl-Token: {server.token}\r\n\r\n"
+    )
+    with server.answers._lock:  # no answer until the browser has left
+        connection = socket.create_connection(("127.0.0.1", server.server_port))
+        connection.sendall(request.encode())
+        time.sleep(0.2)
+        # Without lingering, closing resets the connection.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    wait_for_requests()
+    assert capsys.readouterr().err == ""
+
+
+def test_another_error_of_a_request_is_printed(server: ViewServer, monkeypatch, capsys):
+    def fail(question: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server.answers, "answer", fail)
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(server, "/api/runs", **{"X-Verl-Token": server.token})
+    wait_for_requests()
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("port", [99999, 65536, -1])

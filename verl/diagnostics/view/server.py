@@ -3,6 +3,7 @@
 import hmac
 import json
 import secrets
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -44,6 +45,14 @@ class ViewServer(ThreadingHTTPServer):
                 f"Port {port} cannot be used ({error.strerror}). Choose another one, or leave "
                 "--port out to take a free one."
             ) from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a request that failed, unless the browser has left.
+
+        A tab that is closed or loaded again does not wait for its answers.
+        """
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
