@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.diagnostics import probing
+from verl.diagnostics import probing, world
 from verl.diagnostics.probing import probe, understand
 from verl.diagnostics.world import find_copies, read_host, read_network, read_packages
 
@@ -133,3 +133,16 @@ def test_check_env_does_not_import_torch():
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     for name in ("Python", "torch import", "torch build", "torch", "transformers", "imports"):
         assert findings[name]["verdict"] == "ok", findings[name]
+
+
+def test_files_that_a_container_has_read_do_not_lower_its_available_memory(monkeypatch, tmp_path):
+    pytest.importorskip("psutil")
+    monkeypatch.setattr(world, "_CGROUP", tmp_path)
+    mib = 2**20
+    (tmp_path / "memory.max").write_text(f"{64 * mib}\n")
+    (tmp_path / "memory.current").write_text(f"{60 * mib}\n")
+    assert (read_host().ram, read_host().ram_available) == (64 * mib, 4 * mib)
+
+    lines = (f"anon {10 * mib}", f"inactive_file {30 * mib}", f"active_file {20 * mib}")
+    (tmp_path / "memory.stat").write_text("\n".join(lines))
+    assert read_host().ram_available == 54 * mib

@@ -46,6 +46,7 @@ CORE_MODULES = (
     "pydantic",
     "urllib3",
 )
+_CGROUP = Path("/sys/fs/cgroup")  # of this container
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class of graphics cards and 3D controllers
 
@@ -226,12 +227,21 @@ def _read_memory() -> tuple[int | None, int | None, int | None]:
     ram = memory.total
     available = memory.available
 
-    limit = _text(Path("/sys/fs/cgroup/memory.max"))
-    used = _text(Path("/sys/fs/cgroup/memory.current"))
+    limit = _text(_CGROUP / "memory.max")
     if limit.isdigit() and int(limit) < ram:
         ram = int(limit)
-        available = min(available, ram - int(used or 0))
+        available = min(available, ram - _held_by_container())
     return ram, available, psutil.swap_memory().total
+
+
+def _held_by_container() -> int:
+    """Return the bytes that this container uses, without cached files, which the kernel frees."""
+    used = int(_text(_CGROUP / "memory.current") or 0)
+    for line in _text(_CGROUP / "memory.stat").splitlines():
+        name, _, num_bytes = line.partition(" ")
+        if name in ("active_file", "inactive_file"):
+            used -= int(num_bytes)
+    return max(used, 0)
 
 
 def _temporary_folder() -> str | None:
