@@ -44,11 +44,14 @@ def make_engine(
     critic: bool = False,
     dtype=torch.float32,
     model_settings=None,
+    value_head: torch.nn.Module | None = None,
     **settings,
 ) -> TrainEngine:
     model = tiny_model(family, dtype=dtype, **(model_settings or {}))
     model.name_or_path = "some/base"
     module = CriticModel.from_causal_lm(model) if critic else model
+    if value_head is not None:
+        module.value_head = value_head
 
     if rank:
         targets = TARGETS if family == "qwen3_moe" else "all-linear"
@@ -215,6 +218,17 @@ def test_checkpoint_with_other_adapters_is_an_error(tmp_path: Path):
     (tmp_path / "critic" / "lora_adapter" / "value_head.safetensors").unlink()
     with pytest.raises(CheckpointError, match="not a critic"):
         make_engine(critic=True, family="llama").load(tmp_path / "critic")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_checkpoint_of_another_value_head_is_an_error(tmp_path: Path, bias: bool):
+    saved = torch.nn.Linear(32, 1, bias=bias)
+    make_engine(critic=True, family="llama", value_head=saved).save(tmp_path)
+    own = torch.nn.Linear(32, 1, bias=not bias)
+    engine = make_engine(critic=True, family="llama", value_head=own)
+
+    with pytest.raises(CheckpointError, match=r"Expected a value head .*custom_cls"):
+        engine.load(tmp_path, optimizer=False)
 
 
 @pytest.mark.parametrize("proved", [False, True])

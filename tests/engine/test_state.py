@@ -226,3 +226,15 @@ def test_policy_checkpoint_is_not_a_critic(tmp_path: Path):
     wrap(PackedCausalLM(tiny_model("llama"))).save(tmp_path)
     with pytest.raises(CheckpointError, match="not a critic"):
         critic_engine().load(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 1}, {"tie_word_embeddings": True}])
+def test_checkpoint_with_further_weights_is_of_another_model(tmp_path: Path, change):
+    policy_engine().save(tmp_path, optimizer=False)
+    engine = policy_engine(**change)
+    before = {name: tensor.clone() for name, tensor in engine.hf_model.named_parameters()}
+
+    with pytest.raises(CheckpointError, match=r"lacks: \d+, the first is 'model\..*Another model"):
+        engine.load(tmp_path, optimizer=False)
+    for name, tensor in engine.hf_model.named_parameters():
+        assert torch.equal(tensor, before[name])

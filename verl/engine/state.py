@@ -15,7 +15,7 @@ from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTenso
 from verl.distributed.collectives import barrier
 from verl.distributed.fsdp import full_tensor, shard_like
 from verl.engine.optim import restore_moments
-from verl.models.critic import VALUE_HEAD_FILE, CriticModel
+from verl.models.critic import VALUE_HEAD_FILE, CriticModel, other_head
 from verl.models.lora import (
     ADAPTER_FOLDER,
     adapted_layers,
@@ -173,7 +173,16 @@ def _load_weights(folder: Path, hf_model: Any) -> None:
     is_critic = any(name.startswith(f"{MODEL}value_head.") for name in saved.tensors)
     if isinstance(hf_model, CriticModel) and not is_critic:
         raise CheckpointError(f"{folder} has no value head: it holds a policy, not a critic.")
-    saved.read(_weights(hf_model))
+    weights = _weights(hf_model)
+    unread = sorted(name for name in saved.tensors.keys() - weights if name.startswith(MODEL))
+    if unread:
+        raise CheckpointError(
+            f"{folder} has weights that this run's model lacks: {len(unread)}, the first is "
+            f"'{unread[0]}'. Another model saved it: set the model's path, override_config and "
+            "custom_cls as they were then, or start a run in another folder "
+            "(trainer.default_local_dir)."
+        )
+    saved.read(weights)
 
 
 def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
@@ -223,9 +232,18 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
         raise CheckpointError(
             f"{folder} has no {VALUE_HEAD_FILE}: it holds a policy, not a critic."
         )
+
     saved = load_file(folder / VALUE_HEAD_FILE)
+    own = hf_model.value_head.state_dict()
+    fault = other_head(folder / VALUE_HEAD_FILE, saved, own)
+    if fault is not None:
+        raise CheckpointError(
+            f"{fault} set critic.model.path and critic.model.custom_cls as they were then, or "
+            "start a run in another folder (trainer.default_local_dir)."
+        )
+
     with torch.no_grad():
-        for name, tensor in hf_model.value_head.state_dict().items():
+        for name, tensor in own.items():
             tensor.copy_(shard_like(saved[name], tensor))
 
 

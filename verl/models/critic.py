@@ -1,5 +1,6 @@
 """The critic: the body of a language model and one linear map from hidden states to values."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +198,27 @@ class CriticModel(nn.Module):
             return False
 
         saved = load_file(file)
-        own = self.value_head.state_dict()
-        present = {name: tuple(value.shape) for name, value in saved.items()}
-        expected = {name: tuple(value.shape) for name, value in own.items()}
-        if present != expected:
+        fault = other_head(file, saved, self.value_head.state_dict())
+        if fault is not None:
             raise ModelError(
-                f"Expected a value head {expected} in {file}, found {present}. It was saved with "
-                "another head: load it by the class that has it (critic.model.custom_cls); or set "
-                "that head (critic.value_head = ...) and call load_value_head again; or remove the "
-                "file."
+                f"{fault} load it by the class that has it (critic.model.custom_cls); or set that "
+                "head (critic.value_head = ...) and call load_value_head again; or remove the file."
             )
 
         self.value_head.load_state_dict(saved)
         return True
+
+
+def other_head(file: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+    """Say that a saved value head has other tensors than one's own; None if it has the same."""
+    found = {name: tuple(value.shape) for name, value in saved.items()}
+    expected = {name: tuple(value.shape) for name, value in own.items()}
+    if found == expected:
+        return None
+    return (
+        f"Expected a value head {expected} in {file}, found {found}. It was saved with another "
+        "head:"
+    )
 
 
 def _class_with_head(config: Any) -> Any:
