@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.tensors import random_columns, random_mask, seeds
+from verl.algorithms.entropy import AdaptiveEntropyController, FixedEntropyController
 from verl.algorithms.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -122,6 +123,35 @@ def test_adaptive_controller_follows_the_paper():
     again = AdaptiveKLController(0.1, target_kl=2.0, horizon=100)
     again.load_state_dict(controller.state_dict())
     assert again.value == controller.value
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "fixed", "update"),
+    [
+        (lambda: AdaptiveKLController(0.3, 2.0, 100), FixedKLController(0.0), (3.0, 10)),
+        (
+            lambda: AdaptiveEntropyController(0.3, target_entropy=2.0, delta=0.1),
+            FixedEntropyController(0.0),
+            (1.0,),
+        ),
+    ],
+    ids=["kl", "entropy"],
+)
+def test_an_adaptive_coefficient_begins_after_a_fixed_one(adaptive, fixed, update):
+    """A resumed run has the coefficient of its configuration, and goes on from one that moved."""
+    controller = adaptive()
+    assert controller.state_dict().keys() <= fixed.state_dict().keys(), "the form is compared"
+    controller.load_state_dict(fixed.state_dict())
+    assert controller.value == 0.3
+
+    controller.update(*update)
+    moved = controller.value
+    assert moved != 0.3
+    resumed = adaptive()
+    resumed.load_state_dict(controller.state_dict())
+    again = adaptive()
+    again.load_state_dict(resumed.state_dict())
+    assert again.value == moved
 
 
 def test_controllers_come_from_their_section():

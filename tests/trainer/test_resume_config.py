@@ -67,6 +67,15 @@ def test_changed_keys_are_listed_with_both_values(folder, log):
     assert line.count(" then, ") == 2
 
 
+@pytest.mark.parametrize("controller", ["kl", "entropy"])
+def test_an_adaptive_coefficient_begins_in_a_resumed_run(folder, log, controller):
+    kind = f"algorithm.{controller}_ctrl.type"
+    assert run(folder, *LONGER, f"{kind}=adaptive") == 0
+    assert f"{kind} ('fixed' then, 'adaptive' now)" in log.getvalue()
+
+    assert f"Saved {folder}/global_step_2" in log.getvalue()
+
+
 def test_length_outputs_and_speed_may_change_silently(folder, log):
     free = [
         *("trainer.save_freq=2", "trainer.test_freq=2", 'trainer.logger=["console"]'),

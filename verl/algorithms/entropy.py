@@ -35,6 +35,7 @@ class AdaptiveEntropyController:
         self.coef = self.value = coef
         self.target = target_entropy
         self.delta = delta
+        self._has_moved = False
 
     def update(self, entropy: float) -> None:
         """Set the coefficient of the next step.
@@ -47,10 +48,15 @@ class AdaptiveEntropyController:
         elif entropy > self.target:
             self.coef = max(self.coef - self.delta, 0.0)
         self.value = self.coef if entropy <= self.target else 0.0
+        self._has_moved = True
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef, "value": self.value}
+        """Return the coefficients, or nothing before they have moved."""
+        return {"coef": self.coef, "value": self.value} if self._has_moved else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
-        self.value = state["value"]
+        """Undo `state_dict`. The state of a fixed coefficient, which is empty, changes nothing."""
+        if state:
+            self.coef = state["coef"]
+            self.value = state["value"]
+            self._has_moved = True

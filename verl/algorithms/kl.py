@@ -114,17 +114,23 @@ class AdaptiveKLController:
         self.value = init_kl_coef
         self.target = target_kl
         self.horizon = horizon
+        self._has_moved = False
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
+        self._has_moved = True
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
+        """Return the coefficient, or nothing before it has moved."""
+        return {"value": self.value} if self._has_moved else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        """Undo `state_dict`. The state of a fixed coefficient, which is empty, changes nothing."""
+        if state:
+            self.value = state["value"]
+            self._has_moved = True
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
