@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from verl.checkpoint import manager as module
 from verl.checkpoint import sharded
@@ -301,6 +302,21 @@ def test_full_disk_is_reported_and_the_earlier_checkpoint_is_intact(tmp_path):
     assert isinstance(caught.value.__cause__, OSError)
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
     assert manager.latest() == good
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("I/O error: Disk quota exceeded (os error 122)"),
+    ],
+)
+def test_used_up_quota_is_reported_on_a_disk_with_space(tmp_path, error):
+    def fail(folder):
+        raise error
+
+    with pytest.raises(CheckpointError, match=r"not written: the disk quota.*default_local_dir"):
+        CheckpointManager(tmp_path).save(4, {"actor": fail})
 
 
 def test_full_disk_is_recognized_behind_other_errors(tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ IsWritten = Callable[[bool], bool]
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _NO_SPACE = re.compile("no space|No space left|os error 28")
+_NO_QUOTA = re.compile("[Qq]uota exceeded|os error 122")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
 # A write that fails with less free space than this is treated as a full disk, because torch.save
 # reports no reason.
@@ -438,23 +439,33 @@ class CheckpointManager:
 
     def _why_unwritten(self, error: BaseException) -> str | None:
         """Describe a fault of the disk; None if the fault is the writer's own."""
-        free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
-        is_full = any(
-            (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
-            or _NO_SPACE.search(str(cause))
-            for cause in causes(error)
+        way_out = (
+            "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to "
+            "another disk."
         )
-        if is_full or free < _FULL_DISK_BYTES:
+        if _is_caused_by(error, errno.EDQUOT, _NO_QUOTA):
+            return f"the disk quota for {self.root} is used up ({error}). {way_out}"
+
+        free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
+        if _is_caused_by(error, errno.ENOSPC, _NO_SPACE) or free < _FULL_DISK_BYTES:
             return (
                 f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). "
-                "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir "
-                "to another disk."
+                f"{way_out}"
             )
         if not isinstance(error, OSError):
             return None
         if error.errno == errno.EMFILE:
             return f"{error}. Raise the limit on open files (ulimit -n)."
         return f"{error}."
+
+
+def _is_caused_by(error: BaseException, number: int, text: re.Pattern[str]) -> bool:
+    """Return whether a cause is the system's error of this number, or an error with its text."""
+    for cause in causes(error):
+        is_number = isinstance(cause, OSError) and cause.errno == number
+        if is_number or text.search(str(cause)):
+            return True
+    return False
 
 
 def _given_folder(resume_from_path: Path | str | None) -> Path:
