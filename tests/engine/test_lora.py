@@ -220,6 +220,12 @@ def test_checkpoint_with_other_adapters_is_an_error(tmp_path: Path):
         make_engine(critic=True, family="llama").load(tmp_path / "critic")
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_sharded_critic_trains_without_a_warning_of_torch(rank: int):
+    assert train(make_engine(critic=True, family="llama", rank=rank, shard=True), 0, 1)[0] > 0
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_checkpoint_of_another_value_head_is_an_error(tmp_path: Path, bias: bool):
     saved = torch.nn.Linear(32, 1, bias=bias)

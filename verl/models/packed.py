@@ -423,7 +423,9 @@ class PackedValueModel(_PackedModel):
                 f"{tuple(hidden.shape)} became {tuple(values.shape)}. End it in one output: "
                 "torch.nn.Linear(..., 1)."
             )
-        return {"values": _of_whole_batch(self.slot, batch, _at_least_fp32(values.squeeze(-1)))}
+        # A copy, because FSDP2 warns of outputs that are views.
+        values = _at_least_fp32(values.squeeze(-1).clone())
+        return {"values": _of_whole_batch(self.slot, batch, values)}
 
 
 class PaddedValueModel(nn.Module):

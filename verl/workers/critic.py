@@ -28,7 +28,7 @@ class CriticWorker(TrainedWorker):
         config: the `critic` section.
         max_length: longest prompt and response together.
         total_steps: training steps of the run, for the learning-rate schedule.
-        seed: draws a new value head.
+        seed: for random numbers that a class of `custom_cls` draws, such as those of its head.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CriticWorker(TrainedWorker):
         empty: dict[str, Any] = {}
         if kind is CriticModel and not self.reads_weights:
             empty = {"weights": False}
-        # A new value head is drawn, and must be the same on every rank.
+        # A head that a user's class draws must be the same on every rank.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             critic = kind.from_pretrained(
