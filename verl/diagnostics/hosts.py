@@ -64,7 +64,7 @@ class Placement:
     def hosts(self) -> int:
         return ceil_div(self.ranks, self.ranks_a_host)
 
-    def beside(self, role: str) -> list[str]:
+    def colocated(self, role: str) -> list[str]:
         """Return the roles on the devices of `role`, with itself: two share all ranks or none."""
         return [name for name, ranks in self.roles.items() if ranks == self.roles[role]]
 

@@ -117,11 +117,11 @@ class Planner:
             footprint = role.footprint
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
             parts: Parts = {}
-            for other in self._engines_beside(name):
+            for other in self._colocated_engines(name):
                 parts.update(there.get(other, {}))
             parts[f"{name} parameters"] = footprint.load()
             there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
-            if "rollout" in self.placement.beside(name) and name == "actor":
+            if "rollout" in self.placement.colocated(name) and name == "actor":
                 there[name]["rollout weights"] = self._engine.weights
                 parts["rollout weights"] = 0 if kept else self._engine.weights
 
@@ -155,12 +155,12 @@ class Planner:
             predict = partial(role.footprint.update_with_divergences, compared)
 
         awake = 0
-        if self.rollout is not None and name in self.placement.beside("rollout"):
+        if self.rollout is not None and name in self.placement.colocated("rollout"):
             awake = self._awake()
         brings = _ENGINE if trains else ("parameters",)
-        beside = self._beside(name, brings)
+        resident = self._resident(name, brings)
         usable = self.placement.usable_bytes
-        room = None if usable is None else usable - sum(beside.values()) - awake
+        room = None if usable is None else usable - sum(resident.values()) - awake
         passes = Passes.of(self._work(phase), role, predict, room)
         parts = {**passes.taken(predict), "rollout, awake": awake}
         return self._phase(name, phase, parts, brings=brings, passes=passes)
@@ -219,9 +219,9 @@ class Planner:
         """Whether the rollout gives its memory back to an actor on the same devices."""
         return self.config.actor_rollout_ref.rollout.free_cache_engine and not self._is_apart
 
-    def _engines_beside(self, role: str) -> list[str]:
+    def _colocated_engines(self, role: str) -> list[str]:
         """Return the training engines on the devices of `role`, without the rollout."""
-        return [name for name in self.placement.beside(role) if name in self.roles]
+        return [name for name in self.placement.colocated(role) if name in self.roles]
 
     def _divergences(self) -> dict[str, ModelShape]:
         """Return the frozen models that the actor's loss compares whole distributions with."""
@@ -255,7 +255,7 @@ class Planner:
             brings: those of "parameters" and "moments" that the role brings to its devices.
             passes: the size of the passes.
         """
-        device = _present({**self._beside(role, brings), **parts})
+        device = _present({**self._resident(role, brings), **parts})
 
         held = {}
         others = {}
@@ -286,14 +286,14 @@ class Planner:
         total = Counter(held)
         if not self.placement.on_cuda:
             total[role] += sum(device.values())
-            for name in there.keys() - self.placement.beside(role):
+            for name in there.keys() - self.placement.colocated(role):
                 total[name] += sum(there[name].values())
         return self.placement.fullest_host(total)
 
-    def _beside(self, role: str, brings: Collection[str] = ()) -> Parts:
+    def _resident(self, role: str, brings: Collection[str] = ()) -> Parts:
         """Return the parameters and moments on the devices of `role` in one of its phases."""
         parts: Parts = {}
-        for name in self._engines_beside(role):
+        for name in self._colocated_engines(role):
             footprint = self.roles[name].footprint
             setup = footprint.setup
             if setup.offload_policy:
@@ -304,7 +304,7 @@ class Planner:
             if not setup.optimizer_offload or "moments" in brought:
                 parts[f"{name} moments"] = footprint.moments
 
-        if role in self.placement.beside("actor"):
+        if role in self.placement.colocated("actor"):
             for name, shape in self._divergences().items():
                 width = shape.weights[0].itemsize
                 parts[f"head of the {name}"] = width * shape.vocabulary * shape.hidden
@@ -355,7 +355,7 @@ class Planner:
 
     def _handed_over(self, role: str) -> Parts:
         """Return the rollout engine's bytes in a phase between hand-over and generation."""
-        if self.rollout is None or role not in self.placement.beside("rollout"):
+        if self.rollout is None or role not in self.placement.colocated("rollout"):
             return {}
         if self._sleeps:
             return {"rollout weights": self.rollout.weights}
@@ -366,7 +366,7 @@ class Planner:
         roles = self.config.actor_rollout_ref
         on_cuda = self.placement.on_cuda
         is_whole = not self.roles["actor"].footprint.setup.shards
-        beside = self._beside("rollout")
+        resident = self._resident("rollout")
         usable = self.placement.usable_bytes
 
         return plan_rollout(
@@ -376,7 +376,7 @@ class Planner:
             on_cuda=on_cuda,
             aliases=not on_cuda and is_whole and roles.model.lora_rank == 0 and not self._is_apart,
             ranks=len(self.placement.roles["rollout"]),
-            room=None if usable is None else usable - sum(beside.values()) - self._other_engines,
+            room=None if usable is None else usable - sum(resident.values()) - self._other_engines,
             device_bytes=self.placement.device_bytes,
         )
 

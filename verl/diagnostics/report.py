@@ -210,7 +210,7 @@ def _drawing(plan: MemoryPlan) -> list[str]:
             away.append("parameters, gradients and moments")
 
         line = f"  {role.name:<12} weights {cut}, {copies} copy(ies)"
-        if len(placement.beside(role.name)) < len(placement.roles):
+        if len(placement.colocated(role.name)) < len(placement.roles):
             line += f", on the ranks {_spans(placement.roles[role.name])}"
         if role.sequence_ranks > 1:
             line += f", {role.sequence_ranks} ranks share a row's tokens"
