@@ -308,7 +308,11 @@ def test_a_boundary_without_special_tokens():
             "{{ messages[-1].content }}{% for m in messages[:-1] %}{{ m.content }}{% endfor %}",
             "moved before it",
         ),
-        ("{{ raise_exception('one question alone') if messages | length > 1 }}", "one question"),
+        (
+            "{{ raise_exception('one question alone') if messages | length > 1 }}"
+            "{{ messages[0].content }}",
+            "one question",
+        ),
     ],
 )
 def test_template_without_exact_extension_is_named(template, trait):

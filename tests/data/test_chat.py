@@ -188,6 +188,19 @@ def test_templates_get_arguments_in_the_form_that_they_write(tokenizer, template
     assert render_conversation(tokenizer, [message]) == without
 
 
+@pytest.mark.parametrize("wrong", ["{{ m['contents'] }}", "{{ m.text }}", ""])
+def test_a_template_that_writes_no_contents_is_an_error(tokenizer, wrong: str):
+    """Jinja writes nothing for a misspelled name, and all prompts would be the same."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>" + wrong + "{% endfor %}"
+    message = "writes the same text for all contents: '<user>'.*or set data.custom_chat_template"
+    with pytest.raises(DataError, match=message):
+        apply_chat_template(tokenizer, ONE)
+
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    assert render_conversation(tokenizer, ONE) == "HI"
+
+
 @pytest.mark.parametrize(("role", "is_written"), [("developer", True), ("human", False)])
 def test_role_omitted_by_the_template_is_an_error(tokenizer, role: str, is_written: bool):
     selective = copy.deepcopy(tokenizer)

@@ -107,3 +107,9 @@ def test_lists_of_equal_length_stay_objects():
 def test_invalid_prompt_is_an_error(items, message):
     with pytest.raises(DataError, match=message):
         collate(items)
+
+
+def test_a_prompt_without_tokens_is_named_by_its_row_and_messages():
+    empty = {"raw_prompt_ids": [], "raw_prompt": [{"role": "user", "content": "Hi"}], "index": 3}
+    with pytest.raises(DataError, match=r"got none for row 3 with .*'Hi'.*Leave the row out"):
+        collate([empty])

@@ -168,7 +168,8 @@ def test_subset_of_the_rows(parquet, tokenizer):
 def test_row_rejected_by_the_chat_template_is_named(parquet, tokenizer):
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = (
-        "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Hi"
+        "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
     )
     rows = make_rows(4)
     rows[3]["prompt"] *= 2

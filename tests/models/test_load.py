@@ -413,6 +413,15 @@ def test_a_chat_template_comes_from_a_string_or_a_file(folder: Path, tmp_path: P
             load_tokenizer(folder, custom_chat_template=text)
 
 
+def test_a_chat_template_that_cannot_be_compiled_is_an_error_at_load(folder: Path) -> None:
+    """Name the line of a template; one that compiles may refuse any message."""
+    template = "{% for message in messages %}\n{{ message['content'] }}{% endfo %}"
+    message = "custom_chat_template must be a Jinja template, but its line 2 .*unknown tag 'endfo'"
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(folder, custom_chat_template=template)
+    load_tokenizer(folder, custom_chat_template="{{ raise_exception('no user') }}")
+
+
 def test_variables_of_the_chat_template_hold_unless_a_rendering_gives_others(folder: Path) -> None:
     """`data.apply_chat_template_kwargs` changes nothing else of the text."""
     template = (

@@ -241,6 +241,8 @@ def render_conversation(
         tools=list(tools) if tools else None,
     )
     with template_errors(messages, template_key):
+        if any(message.get("content") for message in messages):
+            _require_contents(tokenizer, template_key)
         check_roles(messages, render)
         return render(messages)
 
@@ -321,6 +323,37 @@ def _written(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str | 
     except (TemplateError, TypeError):
         return None
     return text
+
+
+_constant_texts: dict[str, str | None] = {}  # by the text of the template
+
+
+def _require_contents(tokenizer: "PreTrainedTokenizerBase", key: str) -> None:
+    """Raise DataError if the template writes the same text for all contents.
+
+    Jinja writes nothing for a misspelled name, such as `message.contents`, so every prompt would
+    be the same. `key` sets another template.
+    """
+    template = str(tokenizer.chat_template)
+    if template not in _constant_texts:
+        _constant_texts[template] = _constant_text(tokenizer)
+
+    text = _constant_texts[template]
+    if text is not None:
+        raise DataError(
+            "the chat template must write the content of each message, but it writes the same "
+            f"text for all contents: {text[:80]!r}. Correct the names in it (message['content']), "
+            f"or set {key} to another one"
+        )
+
+
+def _constant_text(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the text that the template writes for two contents; None if they differ."""
+    texts = []
+    for content in (_PROBE, f"another {_PROBE}"):
+        messages = _with_contents(tokenizer, [{"role": "user", "content": content}])
+        texts.append(_written(tokenizer, messages))
+    return texts[0] if texts[0] == texts[1] else None
 
 
 _text_arguments: dict[str, bool] = {}  # by the text of the template

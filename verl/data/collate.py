@@ -124,8 +124,12 @@ def _with_prompt_ids(
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         ids = _whole_numbers(ids)
     if not ids:
+        place = f"an item with the keys {list(item)}"
+        if "raw_prompt" in item:
+            place = f"row {item.get('index')} with the messages {str(item['raw_prompt'])[:120]}"
         raise DataError(
-            f"A prompt must have at least one token, got none (keys of the item: {list(item)})."
+            f"A prompt must have at least one token, got none for {place}. Leave the row out, or "
+            "correct the chat template or the dataset class that makes its tokens."
         )
 
     columns = {"raw_prompt_ids": ids}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import errors as hub
+from jinja2 import TemplateError, TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -124,6 +125,7 @@ def load_tokenizer(
     _ensure_pad_token(tokenizer, source)
     if custom_chat_template is not None:
         tokenizer.chat_template = _template_text(custom_chat_template)
+        _require_jinja(tokenizer)
     if chat_template_kwargs:
         tokenizer.chat_template = _with_defaults(tokenizer.chat_template, chat_template_kwargs)
     return tokenizer
@@ -356,6 +358,20 @@ def _template_text(template: str) -> str:
             f"'{template}'. Give the path of a file, or the template itself."
         )
     return file.read_text(encoding="utf-8")
+
+
+def _require_jinja(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError if the chat template cannot be compiled, before a row of data is read."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            "data.custom_chat_template must be a Jinja template, but its line "
+            f"{error.lineno} cannot be compiled: {error.message} Correct the template."
+        ) from error
+    except (TemplateError, TypeError):
+        # It compiles, and refuses this message. Rows of the data may have others.
+        return
 
 
 def _with_defaults(template: Any, variables: Mapping[str, Any]) -> str:
