@@ -142,6 +142,15 @@ def test_placeholders_that_differ_in_number_are_errors(
         dataset(folder, reader, row(images=["good.png"]), row(text, images=["good.png"]))
 
 
+def test_placeholders_in_a_file_without_the_column_name_the_columns_found(
+    folder: Path, reader: PictureReader
+) -> None:
+    """The column has another name, or `data.image_key` is misspelled."""
+    message = "the column 'images' is missing; columns found: prompt, .*image.*in data.image_key"
+    with pytest.raises(DataError, match=message):
+        dataset(folder, reader, row("Hi"), row(image=["good.png"]))
+
+
 def test_a_chat_in_json_text_is_an_error_with_images_too() -> None:
     text = json.dumps([{"role": "user", "content": "<image>Hi"}])
     with pytest.raises(DataError, match=r"got the JSON text of one.*Apply json\.loads"):

@@ -257,6 +257,15 @@ def ask(question: str, **columns: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": question}], **columns}
 
 
+def test_columns_with_names_of_the_trainer_are_written_too(tmp_path, capsys):
+    table = pa.Table.from_pylist([ask("1 + 1 = ?", uid="a"), ask("2 + 2 = ?", uid="b")])
+    pq.write_table(table, tmp_path / "in.parquet")
+    output = tmp_path / "out.parquet"
+    assert generate(output, f"data.path={tmp_path / 'in.parquet'}") == 0
+    assert [row["uid"] for row in rows(output)] == ["a", "b"]
+    assert "left out" not in "".join(capsys.readouterr())
+
+
 def test_columns_of_parquet_keep_their_types(tmp_path):
     table = pa.Table.from_pylist([ask("1 + 1 = ?"), ask("2 + 2 = ?")])
     table = table.append_column("id", pa.array([7, 8], pa.int16()))

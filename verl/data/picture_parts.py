@@ -60,12 +60,17 @@ def _check_no_placeholder(messages: Messages) -> None:
 
     That of videos is a tag of HTML, too.
     """
-    placeholder = PLACEHOLDERS["image"]
-    if any(placeholder in str(message.get("content")) for message in messages):
+    if has_image_placeholder(messages):
         raise DataError(
-            f"has a placeholder ({placeholder}) and no images. Write the images into the column "
+            f"has a placeholder ({PLACEHOLDERS['image']}) and no images. Write the images into the column "
             "that data.image_key names, or take the placeholder out"
         )
+
+
+def has_image_placeholder(messages: Messages) -> bool:
+    """Return whether the text of a message has a place for an image."""
+    placeholder = PLACEHOLDERS["image"]
+    return any(placeholder in str(message.get("content")) for message in messages)
 
 
 def picture_parts(prompt: Any, given: Mapping[str, Sequence[Any]]) -> tuple[Messages, list[Any]]:

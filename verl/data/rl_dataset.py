@@ -32,7 +32,11 @@ from verl.data.files import (
     require_column,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
-from verl.data.picture_parts import has_picture_parts, without_picture_parts
+from verl.data.picture_parts import (
+    has_image_placeholder,
+    has_picture_parts,
+    without_picture_parts,
+)
 from verl.data.pictures import PictureReader, refuse_media
 from verl.data.prompt_limit import all_too_long, fit_prompt, rows_to_keep
 from verl.data.roles import RoleCheck
@@ -93,7 +97,7 @@ class RLDataset(Dataset):
             check_rows(file, rows, config, pictures, RoleCheck(tokenizer))
 
         self._pictured: list[np.ndarray] = []  # by file: which rows have pictures
-        self.columns = _kept_columns(self._sources, config.prompt_key)
+        self.columns = self._columns_of_items()
         self._content = self._fingerprints(split)
         # (rows, 2): number of the file, number of the row in it
         self._kept = np.concatenate([self._kept_rows(number) for number in range(len(self.files))])
@@ -103,6 +107,10 @@ class RLDataset(Dataset):
     def _open_files(self, split: str) -> list[Rows]:
         """Return the rows of each of `files`."""
         return [open_rows(file, split) for file in self.files]
+
+    def _columns_of_items(self) -> list[str]:
+        """Return the columns of the files that an item has in addition to the prompt."""
+        return _kept_columns(self._sources, self.config.prompt_key)
 
     def _fingerprints(self, split: str) -> list[str]:
         """Return a text for the content of each of `files`."""
@@ -231,8 +239,11 @@ class RLDataset(Dataset):
         pictured = np.zeros(num_rows, dtype=bool)
         if self._has_pictures(source):
             lengths, pictured = self._lengths_with_pictures(source)
-        elif measures:
-            lengths = self._lengths(source)
+        else:
+            if self.pictures is not None:
+                self._require_no_placeholders(source)
+            if measures:
+                lengths = self._lengths(source)
         self._pictured.append(pictured)
 
         numbers = rows_to_keep(file, lengths, pictured, self.config, several="rows of this file")
@@ -245,6 +256,16 @@ class RLDataset(Dataset):
         if self.config.image_key in rows.columns or self.config.video_key in rows.columns:
             return True
         return any(map(has_picture_parts, rows.column(self.config.prompt_key)))
+
+    def _require_no_placeholders(self, source: int) -> None:
+        """Raise DataError if prompts have places for images, and the file has no column of images.
+
+        The column may have another name, so the error has the names of all columns.
+        """
+        rows = self._sources[source]
+        prompts = map(as_messages, rows.column(self.config.prompt_key))
+        if any(map(has_image_placeholder, prompts)):
+            require_column(self.files[source], rows, self.config.image_key, "data.image_key")
 
     def _lengths_with_pictures(self, source: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of tokens of each row, and whether it has pictures.

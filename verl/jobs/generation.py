@@ -36,6 +36,10 @@ class Prompts(RLDataset):
     def _open_files(self, split: str) -> list[Rows]:
         return [open_rows(file, split, key="data.path") for file in self.files]
 
+    def _columns_of_items(self) -> list[str]:
+        # An engine reads the prompt alone, and `table` keeps every column under its name.
+        return []
+
     def table(self) -> pa.Table:
         """Return all columns of the kept rows, in the types of their files.
 
