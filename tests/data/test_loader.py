@@ -297,7 +297,7 @@ def test_sampler_may_adapt_during_training():
     [
         (3, [0, 1], "len.. 3 but gave 2"),
         (2, [0, 9], "gave row 9 of a dataset of 5"),
-        (2, [0, 0.5], "the row 0.5, which is not an integer"),
+        (2, [0, 0.5], "the row 0.5, which is not an integer. It must give .* from 0 to 4"),
     ],
 )
 def test_inconsistent_sampler_is_an_error(count, rows, message):

@@ -247,7 +247,8 @@ class RLDataLoader:
                 rows.append(operator.index(row))
             except TypeError as error:
                 raise DataError(
-                    f"The sampler gave the row {row!r}, which is not an integer."
+                    f"The sampler gave the row {row!r}, which is not an integer. It must give "
+                    f"numbers of rows, from 0 to {len(self.dataset) - 1}."
                 ) from error
 
         if len(rows) < count:
@@ -259,7 +260,8 @@ class RLDataLoader:
         for row in rows:
             if not 0 <= row < len(self.dataset):
                 raise DataError(
-                    f"The sampler gave row {row} of a dataset of {len(self.dataset)} rows."
+                    f"The sampler gave row {row} of a dataset of {len(self.dataset)} rows. It must "
+                    f"give numbers of rows, from 0 to {len(self.dataset) - 1}."
                 )
             chained = self._order_digest.encode() + row.to_bytes(8, "little")
             self._order_digest = hashlib.blake2b(chained, digest_size=8).hexdigest()
