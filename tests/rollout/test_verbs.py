@@ -317,6 +317,21 @@ def test_wrong_answers_of_generate_are_named(answers: tuple, message: str):
             engine.step()
 
 
+def test_a_generate_that_returns_nothing_is_named():
+    class Forgetful(Listed):
+        def generate(self, requests, params, *, seed, step):
+            return None
+
+    engine = GenerateOnly(Forgetful())
+    with pytest.raises(RolloutError, match=r"must return an iterable .* got NoneType\. Yield one"):
+        engine.submit([Request(prompt_ids=(1,), sample_ids=(0,))], PARAMS, seed=0, step=1)
+
+
+def test_a_finish_reason_without_a_meaning_is_an_error():
+    with pytest.raises(RolloutError, match="one of stop, length, abort, got 'eos' for sample 3"):
+        Completion(sample_id=3, token_ids=[1], log_probs=[-1.0], finish_reason="eos")
+
+
 def test_samples_that_generate_leaves_out_are_named():
     engine = GenerateOnly(Listed(completion(1)))
     engine.submit([Request(prompt_ids=(1,), sample_ids=(0, 1, 2))], PARAMS, seed=0, step=1)

@@ -423,6 +423,12 @@ class GenerateOnly(OptionalVerbs):
         if not self._calls:
             self._aborted.clear()
         call = self._engine.generate(requests, params, seed=seed, step=step)
+        if not isinstance(call, Iterable):
+            raise RolloutError(
+                "An engine's generate must return an iterable of verl.rollout.Completion objects, "
+                f"got {type(call).__name__}. Yield one for each sample id of the requests."
+            )
+
         sample_ids: set[int] = set()
         for request in requests:
             sample_ids.update(request.sample_ids)

@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl.models.pictures import Pictures
+from verl.utils.errors import RolloutError
 
+FINISH_REASONS = ("stop", "length", "abort")
 RouteArray: TypeAlias = NDArray[np.integer]  # numbers of experts, a row for each token
 
 
@@ -79,10 +81,19 @@ class Completion:
     sample_id: int
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # one of FINISH_REASONS
     # (R, C), where the engine records them: experts of the token before each token, layer by layer.
     # The dtype's largest number stands for a token that was not recorded, as the prompt's last.
     routed_experts: RouteArray | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raise RolloutError for a finish reason that nothing knows; readers compare its text."""
+        if self.finish_reason not in FINISH_REASONS:
+            raise RolloutError(
+                f"The finish_reason of a Completion must be one of {', '.join(FINISH_REASONS)}, "
+                f"got {self.finish_reason!r} for sample {self.sample_id}. Give the one that fits: "
+                "stop for a response that ended by itself, length for one that was cut."
+            )
 
     @classmethod
     def not_begun(cls, sample_id: int) -> "Completion":

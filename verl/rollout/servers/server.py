@@ -15,7 +15,7 @@ import urllib3
 
 from verl.models.pictures import Picture, Pictures
 from verl.rollout.servers.watch import ServerLostError, Watch
-from verl.rollout.types import Completion, SamplingParams
+from verl.rollout.types import FINISH_REASONS, Completion, SamplingParams
 from verl.utils.addresses import is_loopback
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.watched_http import describe_failure, watched_pools
@@ -25,7 +25,6 @@ DRAW_S = 3600.0  # of a draw by a server that gives signs of life
 QUICK_S = 20.0  # of questions about the server itself
 LOAD_S = 1800.0  # of new weights
 _SHOWN = 400  # characters of an answer in an error
-_FINISH_REASONS = ("stop", "length", "abort")
 
 
 class AdapterLostError(RolloutError):
@@ -331,10 +330,10 @@ class Server(ABC):
 
         A trainer would learn from the tokens of such a draw as if it had ended by itself.
         """
-        if reason not in _FINISH_REASONS:
+        if reason not in FINISH_REASONS:
             raise RolloutError(
                 f"{self.name} ended a response with the finish reason {reason!r}; expected one of "
-                f"{', '.join(_FINISH_REASONS)}. Look into the server's log, and start it without "
+                f"{', '.join(FINISH_REASONS)}. Look into the server's log, and start it without "
                 "options that end responses early."
             )
         return reason
