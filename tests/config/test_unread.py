@@ -80,6 +80,16 @@ def test_each_value_that_nothing_reads_has_one_line(
     assert [line.partition(" ")[0] for line in lines] == keys
 
 
+def test_settings_of_drafts_without_their_method_have_one_line(
+    build: Load, log: pytest.LogCaptureFixture
+):
+    tokens = "actor_rollout_ref.rollout.speculative.num_speculative_tokens=3"
+    build(tokens, "actor_rollout_ref.rollout.speculative.method=ngram")
+    assert "has no effect" not in log.text
+    build(tokens)
+    assert f"{tokens} has no effect: it is read with" in log.text
+
+
 def test_estimators_and_losses_of_a_user_may_read_every_key(build: Load):
     config = build()
     config.algorithm.adv_estimator = "mine"

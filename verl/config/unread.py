@@ -44,6 +44,12 @@ _ASYNC = (
     "keep_kv_cache",
 )
 _LORA = ("lora_alpha", "target_modules", "exclude_modules")
+_DRAFTS = (
+    "speculative.num_speculative_tokens",
+    "speculative.prompt_lookup_max",
+    "speculative.prompt_lookup_min",
+    "speculative.max_rows",
+)
 _DISTILLATION = (
     "teacher_models.teacher_model.model_path",
     "distillation_loss.loss_mode",
@@ -104,6 +110,11 @@ def _switched(config: TrainConfig) -> Iterator[Part]:
         ("distillation", _DISTILLATION, "distillation.enabled"),
     ):
         yield Part(section, names, value_at(config, switch), f"{switch}=True")
+
+    rollout = config.actor_rollout_ref.rollout
+    drafts = rollout.speculative.method is not None
+    reader = "actor_rollout_ref.rollout.speculative.method=ngram"
+    yield Part("actor_rollout_ref.rollout", _DRAFTS, drafts, reader)
 
     pf_ppo = config.algorithm.pf_ppo
     is_pow = pf_ppo.reweight_method == "pow" or not config.algorithm.use_pf_ppo  # reported above
