@@ -62,8 +62,8 @@ def _check_no_placeholder(messages: Messages) -> None:
     """
     if has_image_placeholder(messages):
         raise DataError(
-            f"has a placeholder ({PLACEHOLDERS['image']}) and no images. Write the images into the column "
-            "that data.image_key names, or take the placeholder out"
+            f"has a placeholder ({PLACEHOLDERS['image']}) and no images. Write the images into the "
+            "column that data.image_key names, or take the placeholder out"
         )
 
 
