@@ -332,7 +332,12 @@ def test_two_different_folders_are_distinguished(tmp_path: Path, alone, capsys):
     assert "All 27 tensors" in capsys.readouterr().out
     file = tmp_path / "merged" / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.norm.weight"][0] += 1e-3
+    norm = tensors["model.norm.weight"]
+    save_file({**tensors, "model.norm.weight": norm.double()}, file)  # of the same values
+    assert main(options) == 1
+    assert "1 differ, first 'model.norm.weight'" in capsys.readouterr().err
+
+    norm[0] += 1e-3
     tensors["model.added"] = tensors.pop("lm_head.weight")
     save_file(tensors, file)
     assert main(options) == 1

@@ -131,15 +131,18 @@ def compare(
         seen.add(name)
         if name not in place:
             missing.append(name)
-        elif not torch.equal(place[name].get_tensor(name), tensor):
-            differ.append(name)
+        else:
+            found = place[name].get_tensor(name)
+            # torch.equal takes numbers of another dtype for equal where they have the same value.
+            if found.dtype != tensor.dtype or not torch.equal(found, tensor):
+                differ.append(name)
 
     tied = () if source.model is None else (source.model._tied_weights_keys or ())
     extra = [name for name in place if name not in seen and name not in tied]
-    found = {"differ": differ, "are missing there": missing, "are there only": extra}
+    faults = {"differ": differ, "are missing there": missing, "are there only": extra}
 
     wrong: list[str] = []
-    for fault, names in found.items():
+    for fault, names in faults.items():
         if names:
             wrong.append(f"{len(names)} {fault}, first '{names[0]}'")
     if wrong:
