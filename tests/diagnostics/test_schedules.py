@@ -104,6 +104,12 @@ def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, 
     assert "fully_async, shared ranks" in printed
     assert "Proposed: trainer.mode=" in printed
 
+    keys = ["data.dataset_name=toy", "data.train_batch_size=4", "actor_rollout_ref.model.path=toy"]
+    assert main(["--json", "--run", str(tmp_path), *keys]) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["proposal"]["num_steps"] == 4
+    assert report["phases"]
+
 
 def test_only_synchronous_steps_show_the_times(tmp_path, capfd):
     assert run(tmp_path, "trainer.mode=fully_async", "data.train_batch_size=3") == 0

@@ -4,12 +4,17 @@ It reads the keys and the models' config.json, and no data.
 """
 
 import argparse
+import json
 import sys
+from typing import TYPE_CHECKING
 
 from verl.config.async_training import AsyncTrainingConfig
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
 from verl.utils.garbage import loading_packages
+
+if TYPE_CHECKING:
+    from verl.diagnostics.proposal import Proposal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,26 +56,35 @@ def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
             "Leave one of them out."
         )
     if arguments.run is not None and not keys:
-        return _propose(arguments, AsyncTrainingConfig())
+        proposal = _proposal(arguments.run, AsyncTrainingConfig())
+        print(proposal.to_json() if arguments.json else proposal.table())
+        return 0
     root = "sft_trainer" if arguments.sft else "ppo_trainer"
     config = load_config(keys, root=root, only_to_plan=True)
     with loading_packages():
         from verl.diagnostics.profile import profile_memory
     profile = profile_memory(config, device_gib=arguments.device_gib)
-    print(profile.to_json() if arguments.json else profile)
+    proposal = None
     if arguments.run is not None:
-        print()
-        _propose(arguments, config.async_training)
+        proposal = _proposal(arguments.run, config.async_training)
+
+    if arguments.json:
+        values = json.loads(profile.to_json())
+        if proposal is not None:
+            values["proposal"] = json.loads(proposal.to_json())
+        print(json.dumps(values))
+    else:
+        print(profile)
+        if proposal is not None:
+            print(f"\n{proposal.table()}")
     return 2 if profile.fits is False else 0
 
 
-def _propose(arguments: argparse.Namespace, options: AsyncTrainingConfig) -> int:
-    """Print the schedule and the split that the times of a recorded run propose."""
+def _proposal(run: str, options: AsyncTrainingConfig) -> "Proposal":
+    """Return the schedule and the split that the times of a recorded run propose."""
     with loading_packages():
         from verl.diagnostics.proposal import proposal_of_run
-    proposal = proposal_of_run(arguments.run, options.staleness_threshold)
-    print(proposal.to_json() if arguments.json else proposal.table())
-    return 0
+    return proposal_of_run(run, options.staleness_threshold)
 
 
 if __name__ == "__main__":
