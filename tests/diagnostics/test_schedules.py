@@ -106,7 +106,8 @@ def test_a_run_proposes_a_schedule_and_so_does_the_plan_of_its_record(tmp_path, 
 
     keys = ["data.dataset_name=toy", "data.train_batch_size=4", "actor_rollout_ref.model.path=toy"]
     assert main(["--json", "--run", str(tmp_path), *keys]) == 0
-    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    printed = capfd.readouterr().out
+    report = json.loads(printed[printed.index("{\n") :])  # behind the log
     assert report["proposal"]["num_steps"] == 4
     assert report["phases"]
 

@@ -57,7 +57,7 @@ def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
         )
     if arguments.run is not None and not keys:
         proposal = _proposal(arguments.run, AsyncTrainingConfig())
-        print(proposal.to_json() if arguments.json else proposal.table())
+        print(json.dumps(proposal.values()) if arguments.json else proposal.table())
         return 0
     root = "sft_trainer" if arguments.sft else "ppo_trainer"
     config = load_config(keys, root=root, only_to_plan=True)
@@ -69,10 +69,8 @@ def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
         proposal = _proposal(arguments.run, config.async_training)
 
     if arguments.json:
-        values = json.loads(profile.to_json())
-        if proposal is not None:
-            values["proposal"] = json.loads(proposal.to_json())
-        print(json.dumps(values))
+        others = {} if proposal is None else {"proposal": proposal.values()}
+        print(profile.to_json(**others))
     else:
         print(profile)
         if proposal is not None:

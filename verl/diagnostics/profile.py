@@ -1,5 +1,6 @@
 """`verl.utils.profile_memory`: predict the memory of a run, and compare it with measured peaks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +56,9 @@ class MemoryProfile:
     def __str__(self) -> str:
         return render(self.plan, self.advice, self.measured)
 
-    def to_json(self) -> str:
-        return as_json(self.plan, self.advice, self.measured)
+    def to_json(self, **others: Mapping[str, Any]) -> str:
+        """Return everything for programs, and `others` next to it."""
+        return as_json(self.plan, self.advice, self.measured, **others)
 
 
 def watch(config: TrainConfig) -> None:

@@ -1,6 +1,5 @@
 """The split of trainer and generator ranks that the measured times of a run propose."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,10 +112,10 @@ class Proposal:
             keys.append(f'"trainer.placement.rollout=[{ranks}]"')
         return keys
 
-    def to_json(self) -> str:
+    def values(self) -> dict[str, Any]:
         """Return everything for programs."""
         schedules = {name: asdict(result) for name, result in self.results.items()}
-        values = {
+        return {
             "ranks": self.ranks,
             "measured_s": self.measured_s,
             "num_steps": self.num_steps,
@@ -124,7 +123,6 @@ class Proposal:
             "best": self.best,
             "keys": self.keys,
         }
-        return json.dumps(values)
 
     def line(self) -> str:
         """Return the proposal as one line."""

@@ -1,8 +1,9 @@
 """Render a memory plan as text with tables, and as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from verl.diagnostics.advice import Advice
 from verl.diagnostics.phase_plan import MemoryPlan, PhasePlan
@@ -53,8 +54,13 @@ def render(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = 
     return "\n".join(lines)
 
 
-def as_json(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None = None) -> str:
-    """Render the plan for programs; sizes are bytes."""
+def as_json(
+    plan: MemoryPlan,
+    advice: Sequence[Advice],
+    measured: Peaks | None = None,
+    **others: Mapping[str, Any],
+) -> str:
+    """Render the plan for programs, and `others` next to it; sizes are bytes."""
     placement = plan.placement
     phases = []
     for phase in plan.phases:
@@ -102,6 +108,7 @@ def as_json(plan: MemoryPlan, advice: Sequence[Advice], measured: Peaks | None =
             "pictures": asdict(plan.pictures),
             "phases": phases,
             "advice": proposals,
+            **others,
         },
         indent=2,
     )
